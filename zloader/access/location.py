@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SCHEMES = ("file", "s3", "gs", "http", "https")
 _WRITABLE = ("file", "s3")
 _WEB = ("http", "https")
-_HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5")
+_HDF5_SUFFIXES = (".h5ad", ".h5mu", ".h5", ".hdf5")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _SLASH_MISSING = re.compile(r"(file|s3|gs|https?):(?!//)(.*)", re.IGNORECASE | re.DOTALL)
 _FILESYSTEMS: dict[int, Any] = {}

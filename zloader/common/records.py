@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -176,7 +176,8 @@ class MinibatchArrays:
     `x` maps each matrix to CsrArrays or to a dense array of rows x genes; bfloat16 as bits (uint16). `obs` maps each
     column to one value per row. `obsm` maps each name to an array of rows x dims. `index` holds the row numbers in the
     dataset (int64). `names` are the obs names as Python strings, or None if they are not wanted; so are `tokens`.
-    `sets` has the number of the set of each row, ascending by one, if the sampling has sets.
+    `sets` has the number of the set of each row, ascending by one, if the sampling has sets. `present` says for each
+    modality which rows it has.
     """
 
     x: Mapping[str, X]
@@ -186,11 +187,12 @@ class MinibatchArrays:
     names: NDArray[np.object_] | None = None
     tokens: TokenRows | None = None
     sets: Rows | None = None
+    present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays and names."""
-        annotations = sum(rows.nbytes for group in (self.obs, self.obsm) for rows in group.values())
+        annotations = sum(rows.nbytes for group in (self.obs, self.obsm, self.present) for rows in group.values())
         x = sum(matrix.nbytes for matrix in self.x.values())
         names = 0 if self.names is None else self.names.nbytes + _NAME_BYTES * len(self.names)
         tokens = 0 if self.tokens is None else self.tokens.nbytes

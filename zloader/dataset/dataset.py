@@ -48,7 +48,7 @@ def open_locations(
     opened = open_all(locations, cache, offline=offline)
     matrices = Matrices(opened, without_functions(opened.stores, rule))
     if len(opened.stores) > 1 or not rule.as_stored:
-        lost = matrices.axis("var").lost
+        lost = matrices.lost
         if warn and lost:
             warn_user(lost)
     return Dataset(opened, Observations(opened), matrices)

@@ -22,6 +22,7 @@ from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
 from zloader.dataset.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
+from zloader.dataset.modalities import MUDATA
 from zloader.dataset.store import OpenedStore
 from zloader.storage.layout import ArrayLayout
 
@@ -34,7 +35,7 @@ _INDEX = "/hdf5"  # keys of a store do not begin with a slash
 def conversion_of(location: Location) -> str:
     """The command that converts a source to a store beside it, or in the working directory if it is read-only."""
     source = location.url.rstrip("/")
-    store = re.sub(r"\.(h5ad|h5|hdf5)$", "", source) + ".zarr"
+    store = re.sub(r"\.(h5ad|h5mu|h5|hdf5)$", "", source) + ".zarr"
     if not location.is_writable:
         store = store.rpartition("/")[2]
     command = shlex.join(["zloader", "convert", source, store])
@@ -68,7 +69,7 @@ class OpenedFile(OpenedStore):
     def require_anndata(self) -> None:
         """Raises FormatError if the file is not an AnnData of version 0.8 or later."""
         encoding = self.root.attrs.get("encoding-type")
-        if encoding != "anndata":
+        if encoding not in ("anndata", MUDATA):
             raise FormatError(
                 f"{self.location.url} is an HDF5 file, but not an .h5ad file of AnnData 0.8 or later: its root has "
                 f"encoding-type {encoding!r}, not 'anndata'. {conversion_of(self.location)}"

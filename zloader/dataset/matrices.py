@@ -10,21 +10,24 @@ the axis. `ChosenGenes` are always positions on the axis, whether they were chos
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from zloader.caching.directory import cache_bytes
 from zloader.caching.mirror import Mirror, contents_of
 from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
+from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
+from zloader.dataset.modalities import frame_of, modality_of, obs_of
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.fetch import read_at_once
@@ -33,7 +36,7 @@ from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.peers import PeerCache
 from zloader.reading.recipe import Recipe
 from zloader.selecting.gene_names import GeneJoin
-from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
+from zloader.selecting.genes import ChosenGenes, Genes, GenesOf, choose_genes
 from zloader.storage.layout import MatrixLayout
 from zloader.transforms.transform import Columns, Transform, bound_transforms
 
@@ -67,6 +70,11 @@ class Matrices:
 
         Raises OptionError. Whatever asks for raw/X raises it later, if raw lacks one of them.
         """
+        if self.modalities:
+            raise OptionError(
+                f"{self._opened.url} has the modalities {listed(self.modalities)}, each with genes of its own: choose "
+                f"them in the Loader, as in genes={{'{self.modalities[0]}:X': [...]}}"
+            )
         return self.with_panel(self._choose(genes, "var"))
 
     @property
@@ -99,9 +107,28 @@ class Matrices:
     def _length(self, frame: str) -> int:
         if self.panel is not None:
             return len(self.panel)
+        if frame == "var" and self.modalities:
+            return sum(self._length(frame_of(f"{each}:X")) for each in self.modalities)
         if not self.rule.as_stored:
             return len(self.axis(frame).names)
         return self._stores[0].n_vars if frame == "var" else self._stores[0].length(frame)
+
+    @property
+    def modalities(self) -> list[str]:
+        """The modalities that every store has; none in an AnnData."""
+        first, *others = (store.modalities for store in self._stores)
+        return [name for name in first if all(name in names for names in others)]
+
+    def present(self, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+        """For each modality that some of the matrices belong to, which rows of the dataset it has."""
+        found = dict.fromkeys(each for name in names if (each := modality_of(name)) is not None)
+        return {each: np.concatenate([_has(store, each) for store in self._stores]) for each in found}
+
+    @property
+    def lost(self) -> str:
+        """A warning if a join loses most genes of a store, or empty. Raises FormatError for genes that do not join."""
+        frames = [frame_of(f"{each}:X") for each in self.modalities] or ["var"]
+        return next((lost for frame in frames if (lost := self.axis(frame).lost)), "")
 
     def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
         """The var frame of a matrix: one row per column of the matrix, or per chosen gene.
@@ -151,17 +178,28 @@ class Matrices:
         later = genes if any(transform.whole_rows for transform in bound) else None
         return Transforming(transforms=bound, seed=0, epoch=0, dense=dense, dtype=dtype, genes=later)
 
-    def choose_genes(self, genes: Genes | None, names: Sequence[str]) -> dict[str, ChosenGenes]:
+    def choose_genes(self, genes: GenesOf | None, names: Sequence[str]) -> dict[str, ChosenGenes]:
         """The columns that `genes` (names, positions, a mask or a slice) selects in each of the matrices `names`.
 
         With None, those of the panel, and no entries without one. If raw/X is one of several matrices, genes are chosen
-        in var, and raw/var must have genes of these names. Raises OptionError.
+        in var, and raw/var must have genes of these names. A mapping has the genes of each matrix, or of some of them.
+        Raises OptionError.
         """
         frames = {name: frame_of(name) for name in names}
+        if isinstance(genes, Mapping):
+            for name in genes:
+                if name not in frames:
+                    raise OptionError(
+                        f"genes has a choice for {name!r:.100}, but the matrices are: "
+                        f"{', '.join(map(repr, names))}{suggestion(name, names)}"
+                    )
+            return {name: self._choose(each, frames[name]) for name, each in genes.items()}
         if genes is None:
             panels = {name: self._panel_of(frame) for name, frame in frames.items()}
             return {name: panel for name, panel in panels.items() if panel is not None}
-        first, *others = sorted(set(frames.values()), key=["var", "raw/var"].index)
+        if len({modality_of(name) for name in names}) > 1:
+            raise OptionError(f"each modality has genes of its own: give genes={{{names[0]!r}: [...]}}")
+        first, *others = sorted(set(frames.values()), key=lambda frame: frame.endswith("raw/var"))
         chosen = {first: self._choose(genes, first)}
         for frame in others:
             chosen[frame] = self._choose(self.axis(first).names[chosen[first].positions], frame)
@@ -182,14 +220,14 @@ class Matrices:
         """How each store lays out a matrix. Raises FormatError if it cannot be read, or does not fit obs and var."""
         layouts = concurrently(lambda store: store.matrix(name), self._stores)
         for store, layout in zip(self._stores, layouts, strict=True):
-            expected = store.n_obs, store.length(frame_of(name))
+            expected = store.length(obs_of(name)), store.length(frame_of(name))
             if (layout.n_rows, layout.n_genes) != expected:
                 raise FormatError(
                     f"{name} of {store.location.url} has {layout.n_rows} rows and {layout.n_genes} genes, but "
                     f"{expected[0]} and {expected[1]} are expected: the store is damaged. Convert it again"
                 )
-        if name.startswith("raw/") and len(layouts) > 1:
-            self.axis("raw/var")
+        if frame_of(name).endswith("raw/var") and len(layouts) > 1:
+            self.axis(frame_of(name))
         return layouts
 
     def parts(self, x: str, options: FetchOptions, genes: ChosenGenes | None = None) -> list[MatrixPart]:
@@ -279,9 +317,9 @@ class Matrices:
         return read_at_once(recipe, rows, options).x[x]
 
 
-def frame_of(x: str) -> str:
-    """The frame that describes the columns of a matrix."""
-    return "raw/var" if x.startswith("raw/") else "var"
+def _has(store: OpenedStore, modality: str) -> NDArray[np.bool_]:
+    rows = store.rows_of(modality)
+    return np.ones(store.n_obs, bool) if rows is None else rows >= 0
 
 
 def used_categories(frame: pd.DataFrame) -> pd.DataFrame:

@@ -12,6 +12,8 @@ keeps their objects.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,11 +35,19 @@ _TIMES = "mM"
 
 
 class StoreColumns:
-    """The obs columns and obsm arrays of one store."""
+    """The obs columns and obsm arrays of one store, or the obs columns of one of its modalities, in `frame`."""
 
-    def __init__(self, store: OpenedStore) -> None:
-        self.store = store
+    def __init__(self, store: OpenedStore, frame: str = "obs") -> None:
+        self.store, self._frame = store, frame
         self._checked: set[str] = set()  # columns whose codes this process has checked
+
+    @cached_property
+    def _n_rows(self) -> int:
+        return self.store.n_obs if self._frame == "obs" else self.store.length(self._frame)
+
+    def path(self, name: str) -> str:
+        """The path of a column."""
+        return f"{self._frame}/{name}"
 
     def kind(self, name: str) -> str:
         """The kind of values of an obs column, as `kind_of` names it, from metadata."""
@@ -57,10 +67,10 @@ class StoreColumns:
             codes, categories = self._codes(name, rows)
             ordered = self._node(name).attrs.get("ordered")
             if ordered is None:
-                raise self.store.damaged(_path(name), "its metadata do not say whether its categories are ordered")
+                raise self.store.damaged(self.path(name), "its metadata do not say whether its categories are ordered")
             return pd.Categorical.from_codes(codes, categories, ordered=bool(ordered))
         if (column := self._plain(name)) is None:
-            column = self.store.element(_path(name))
+            column = self.store.element(self.path(name))
             self._require_shape(name, getattr(column, "shape", None))
         return column if rows is None else column[rows]
 
@@ -80,7 +90,7 @@ class StoreColumns:
 
     def categories(self, name: str) -> pd.Index:
         """The categories of a categorical column."""
-        path = f"{_path(name)}/categories"
+        path = f"{self.path(name)}/categories"
         stored = self.store.element(path)
         try:
             return pd.Categorical.from_codes([], stored).categories
@@ -93,7 +103,7 @@ class StoreColumns:
         if len(wrong):
             row = rows + int(wrong[0]) if isinstance(rows, int) else int(rows[wrong[0]])
             raise self.store.damaged(
-                f"{_path(name)}/codes", f"row {row} has the code {codes[wrong[0]]} of {n_categories} categories"
+                f"{self.path(name)}/codes", f"row {row} has the code {codes[wrong[0]]} of {n_categories} categories"
             )
 
     def whole(self, path: str) -> NDArray[Any]:
@@ -140,14 +150,14 @@ class StoreColumns:
         if not isinstance(node, zarr.Array) or node.dtype.kind not in NUMBERS + _TIMES:
             return None
         self._require_shape(name, node.shape)
-        return self.whole(_path(name))
+        return self.whole(self.path(name))
 
     def _codes(self, name: str, rows: Rows | None = None) -> tuple[NDArray[np.integer], pd.Index]:
         """The codes of a categorical column, or of some rows of it, in the stored dtype, and its categories.
 
         Raises FormatError for a code without a category. Of some rows, no others are checked.
         """
-        path, categories = f"{_path(name)}/codes", self.categories(name)
+        path, categories = f"{self.path(name)}/codes", self.categories(name)
         stored = self.store.node(path)
         self._require_shape(name, getattr(stored, "shape", None))
         if stored.dtype.kind not in "iu":
@@ -164,11 +174,11 @@ class StoreColumns:
         return codes, categories
 
     def _coded(self, name: str) -> ObsColumn:
-        node, values, mask = self._node(name), _path(name), None
+        node, values, mask = self._node(name), self.path(name), None
         if not isinstance(node, zarr.Array):
             values, mask = f"{values}/values", f"{values}/mask"
             self._require_shape(name, self.store.node(mask).shape)
-        array, n_obs = self.store.node(values), self.store.n_obs
+        array, n_obs = self.store.node(values), self._n_rows
         self._require_shape(name, array.shape)
         chunk = max(1, array.chunks[0])  # a shard may hold the whole column
         step = max(1, _WINDOW_ROWS // chunk) * chunk
@@ -179,18 +189,57 @@ class StoreColumns:
         return of_strings(strings)
 
     def _node(self, name: str) -> Any:
-        return self.store.node(_path(name))
+        return self.store.node(self.path(name))
 
     def _require_shape(self, name: str, shape: tuple[int, ...] | None) -> None:
-        if shape != (self.store.n_obs,):
+        if shape != (self._n_rows,):
             raise FormatError(
-                f"obs column {name!r} of {self.store.location.url} has shape {shape}, but the store has "
-                f"{self.store.n_obs} rows: the store is damaged"
+                f"obs column {name!r} of {self.store.location.url} has shape {shape}, but there are "
+                f"{self._n_rows} rows: the store is damaged"
             )
 
 
-def _path(name: str) -> str:
-    return f"obs/{name}"
+class WholeColumns(StoreColumns):
+    """The obs columns of a store with modalities: those of the whole, and `rna:NAME` of the modality rna.
+
+    A column of a modality has the rows of the whole, and a missing value where the modality lacks the row. It is made
+    when it is used, from one that is read whole.
+    """
+
+    def __init__(self, store: OpenedStore) -> None:
+        super().__init__(store)
+        self._of = {name: StoreColumns(store, f"mod/{name}/obs") for name in store.modalities}
+
+    def path(self, name: str) -> str:
+        found = self.store.modality_of_column(name)
+        return super().path(name) if found is None else self._of[found[0]].path(found[1])
+
+    def is_categorical(self, name: str) -> bool:
+        return self.store.modality_of_column(name) is None and super().is_categorical(name)
+
+    def column(self, name: str, rows: Rows | None = None) -> Any:
+        found = self.store.modality_of_column(name)
+        if found is None:
+            return super().column(name, rows)
+        column, row_of = self._of[found[0]].column(found[1]), self.store.rows_of(found[0])
+        if row_of is None:
+            return column[slice(None) if rows is None else rows]
+        row_of = row_of if rows is None else row_of[rows]
+        if isinstance(column, np.ndarray) and (row_of < 0).any() and column.dtype.kind in "iubOT":
+            column = pd.array(column)  # which can be missing
+        return pd.api.extensions.take(column, row_of, allow_fill=True)
+
+    def numbers(self, name: str) -> ObsColumn:
+        if self.store.modality_of_column(name) is None:
+            return super().numbers(name)
+        numbers = as_numbers(name, self.column(name))
+        # A copy, because the cache keeps what is memory-mapped under the path of a column of the whole.
+        return replace(numbers, values=np.array(numbers.values))
+
+
+def columns_of(store: OpenedStore) -> StoreColumns:
+    """The obs columns and obsm arrays of a store, with those of its modalities."""
+    return WholeColumns(store) if store.modalities else StoreColumns(store)
 
 
 def _windows_of(node: Any) -> Iterator[tuple[int, int]]:

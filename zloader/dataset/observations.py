@@ -30,7 +30,7 @@ from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.names import ObsNames
-from zloader.dataset.obs_columns import StoreColumns
+from zloader.dataset.obs_columns import columns_of
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
 from zloader.reading.column_rows import PagedColumn
@@ -86,7 +86,7 @@ class Observations:
         self._stores = opened.stores
         self._directory = opened.mirror_directory
         self._names = [ObsNames(store) for store in opened.stores]
-        self._of_stores = [StoreColumns(store) for store in opened.stores]
+        self._of_stores = [columns_of(store) for store in opened.stores]
         self.paged = PagedColumns(opened, self._of_stores)
         self._columns: dict[str, ObsColumn] = {}
         self._arrays: dict[str, NDArray[Any]] = {}

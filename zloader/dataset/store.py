@@ -35,7 +35,7 @@ from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
-from zloader.dataset.elements import StoredElements
+from zloader.dataset.modalities import MUDATA, ModalElements, path_of
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.peers import PeerCache, SharedStore, Sharing
@@ -46,8 +46,8 @@ from zloader.storage.metadata import matrix_shape
 _MOST_WHOLE = 4 << 20  # rows whose offsets are read at once: 32 MiB
 
 
-class OpenedStore(StoredElements):
-    """One AnnData store, as it was when it was opened."""
+class OpenedStore(ModalElements):
+    """One AnnData or MuData store, as it was when it was opened."""
 
     def __init__(
         self,
@@ -92,15 +92,16 @@ class OpenedStore(StoredElements):
         return self._opened[1]
 
     def require_anndata(self) -> None:
-        """Raises FormatError if the root is not an AnnData element with obs and var."""
+        """Raises FormatError if the root is not an AnnData or MuData element with obs and var."""
         encoding = self.root.attrs.get("encoding-type")
-        if encoding != "anndata":
+        if encoding not in ("anndata", MUDATA):
             raise FormatError(
                 f"{self.location.url} is not an AnnData store: its root says encoding-type {encoding!r}, not 'anndata'"
             )
         for needed in ("obs", "var"):
             if needed not in self:
                 raise FormatError(f"{self.location.url} has no {needed}: it is not a complete AnnData store")
+        self.require_axis()
 
     def _open_group(self) -> Any:
         if not self.objects.keys() & {"zarr.json", ".zgroup"}:
@@ -139,19 +140,14 @@ class OpenedStore(StoredElements):
 
     # ---- matrices
 
-    @property
-    def matrix_names(self) -> list[str]:
-        """The values that `x` may take: X, raw/X and the layers of this store."""
-        layers = [f"layers/{layer}" for layer in self.keys("layers")]
-        return [name for name in ("X", "raw/X") if name in self] + layers
-
     def matrix(self, name: str) -> MatrixLayout:
-        """The layout of the matrix `"X"`, `"layers/NAME"` or `"raw/X"`. Raises FormatError if it cannot be read."""
+        """The layout of a matrix, such as `"X"` or `"rna:layers/NAME"`. Raises FormatError if it cannot be read."""
         if not isinstance(name, str) or name not in self.matrix_names:
             raise FormatError(
                 f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(self.matrix_names)}"
                 f"{suggestion(name, self.matrix_names)}"
             )
+        name = path_of(name)
         node = self.node(name)
         if isinstance(node, zarr.Array):
             n_rows, n_genes = self.shape(name)
@@ -176,7 +172,7 @@ class OpenedStore(StoredElements):
 
     def shape(self, name: str) -> tuple[int, int]:
         """The numbers of rows and genes of a matrix, from its metadata."""
-        node = self.node(name)
+        node = self.node(path_of(name))
         shape = node.shape if isinstance(node, zarr.Array) else node.attrs.get("shape")
         found = matrix_shape(shape)
         if found is None:
@@ -272,4 +268,5 @@ class OpenedStore(StoredElements):
             mirror=self.mirror(matrix, genes),
             genes=genes,
             sharing=self.sharing(options),
+            row_of=self.row_of(matrix.path),
         )

@@ -167,6 +167,7 @@ class FetchScheduler:
             index=rows,
             names=names,
             sets=loaded.planned.fetch.sets,
+            present={name: has[rows] for name, has in self._recipe.columns.present.items()},
         )
         for column in (*self._columns.values(), *self._obsm.values()):
             release(column)
@@ -256,6 +257,7 @@ class FetchScheduler:
             names=None if without_x.names is None else without_x.names[taken],
             tokens=self._tokens(loaded, taken, rows),
             sets=None if without_x.sets is None else without_x.sets[taken],
+            present={name: has[taken] for name, has in without_x.present.items()},
         )
         return self._recipe.cutting.cut(together, (cuts - cuts[0]).tolist())
 

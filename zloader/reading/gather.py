@@ -96,10 +96,11 @@ def choose(rows: StoreRows, genes: ChosenGenes, columns: Columns | None = None) 
     stored, dtype = _bits(rows.values), rows.values.dtype
     stored_genes = rows.genes
     if stored_genes is None:
-        dense = np.empty((n_rows, n_columns), stored.dtype)
-        select_columns(stored, rows.starts[1], genes.positions, dense)
-        starts = np.arange(n_rows) * n_columns
-        lengths = np.full(n_rows, n_columns)
+        has = rows.lengths > 0  # a matrix may lack some rows
+        dense = np.empty((np.count_nonzero(has), n_columns), stored.dtype)
+        select_columns(stored, rows.starts[1][has], genes.positions, dense)
+        lengths = np.where(has, n_columns, 0)
+        starts = indptr_of(lengths)[:-1]
         return replace(rows, values=dense.reshape(-1).view(dtype), starts=(starts, starts), lengths=lengths)
     if columns is None:
         columns = genes.column_of, np.zeros(n_rows, np.int64)
@@ -165,7 +166,7 @@ def csr_rows(
     dtype for the indices. `empty` makes the indices and the values. Raises UnfitValue.
     """
     parts = [widened(part) for part in parts]
-    lengths = np.empty(n_rows, np.int64)
+    lengths = np.zeros(n_rows, np.int64)
     for part in parts:
         lengths[part.at] = part.n_values()
     indptr = indptr_of(lengths)
@@ -199,9 +200,9 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
     Raises UnfitValue.
     """
     parts = [widened(part) for part in parts]
-    sparse = any(part.genes is not None for part in parts)
     gathering = gathering_dtype(dtype, [part.values.dtype for part in parts])
-    out = (np.zeros if sparse else np.empty)((n_rows, n_genes), gathering)
+    filled = all(part.genes is None for part in parts) and sum(int(part.lengths.sum()) for part in parts)
+    out = (np.empty if filled == n_rows * n_genes else np.zeros)((n_rows, n_genes), gathering)
     for part in parts:
         to, limits = np.arange(n_rows)[part.at], limits_of(part.values.dtype, dtype)
         if part.coded is not None:
@@ -238,12 +239,15 @@ def cut_apart(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch
 def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
     """The rows `[first, last)` of a minibatch as a minibatch. CSR values and dense rows share its memory."""
     x = {name: _cut_x(matrix, first, last) for name, matrix in minibatch.x.items()}
-    obs, obsm = ({name: rows[first:last] for name, rows in of.items()} for of in (minibatch.obs, minibatch.obsm))
+    of_rows = (minibatch.obs, minibatch.obsm, minibatch.present)
+    obs, obsm, present = ({name: rows[first:last] for name, rows in of.items()} for of in of_rows)
     names = None if minibatch.names is None else minibatch.names[first:last]
     tokens = None if minibatch.tokens is None else minibatch.tokens.cut(first, last)
     sets = None if minibatch.sets is None else minibatch.sets[first:last]
     index = minibatch.index[first:last]
-    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=index, names=names, tokens=tokens, sets=sets)
+    return MinibatchArrays(
+        x=x, obs=obs, obsm=obsm, index=index, names=names, tokens=tokens, sets=sets, present=present
+    )
 
 
 def _cut_x(x: X, first: int, last: int) -> X:

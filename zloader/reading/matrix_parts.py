@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from zloader.caching.leases import Leases
 from zloader.caching.mirror import Mirror
 from zloader.common.options import FetchOptions
-from zloader.common.records import ByteSource
+from zloader.common.records import ByteSource, Rows
 from zloader.reading.back_pressure import ByteBudget
 from zloader.reading.peers import Sharing
 from zloader.reading.read_plan import share_of
@@ -35,6 +35,9 @@ class MatrixPart:
     `object_sizes` has the bytes per stored object. `genes` are the columns of x; None for the genes as stored.
     `indexes` grows by the shard indexes that are read, by array and shard, so that all readers of this part read each
     of them once. With `sharing`, the store is read together with other machines.
+
+    `row_of` has the row of the matrix for each row of the store, or -1 where the matrix lacks it, which reads as a row
+    without values. None stands for the same rows.
     """
 
     url: str
@@ -45,7 +48,29 @@ class MatrixPart:
     mirror: Mirror | None
     genes: ChosenGenes | None = None
     sharing: Sharing | None = None
+    row_of: NDArray[np.integer] | None = None
     indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the dataset that are rows of this store."""
+        return self.matrix.n_rows if self.row_of is None else len(self.row_of)
+
+    def elements(self, rows: Rows) -> tuple[Rows, Rows, Rows]:
+        """The rows of the matrix for some rows of the store, and where the elements of each begin and end.
+
+        A row that the matrix lacks has no elements, and stands near one that it has, so that it needs no other chunk.
+        There are no rows at all if the matrix lacks all of them.
+        """
+        lacks = None
+        if self.row_of is not None:
+            rows = self.row_of[rows]
+            lacks = rows < 0
+            if lacks.all():
+                return rows[:0], rows[:0], rows[:0]
+            rows = np.where(lacks, rows[~lacks][0], rows)
+        starts, stops = self.matrix.elements_of(rows, self.indptr)
+        return rows, starts, stops if lacks is None else np.where(lacks, starts, stops)
 
     @property
     def n_columns(self) -> int:
@@ -83,7 +108,7 @@ def opened_readers(
                 counters=counters,
                 threads=threads,
                 in_flight=in_flight,
-                sweeping=share_of(sweeping, part.matrix.n_rows),
+                sweeping=share_of(sweeping, part.n_rows),
                 own_buffers=own_buffers,
                 coding=coding,
                 indexes=part.indexes,

@@ -113,8 +113,9 @@ def plan_rows(
     needed = {}
     for number, here in at.items():
         part = parts[number]
-        of_part = rows[here] - (ends[number] - part.matrix.n_rows)
-        starts, stops = part.matrix.elements_of(of_part, part.indptr)
+        of_part, starts, stops = part.elements(rows[here] - (ends[number] - part.n_rows))
+        if not len(of_part):
+            continue
         if isinstance(part.indptr, np.ndarray):
             page_cache.release(part.indptr)
         lengths[here] = stops - starts
@@ -242,8 +243,8 @@ class LoadedRows:
 
     def _stores(self, taken: Rows) -> Sequence[tuple[int, Rows | slice]]:
         """The stores of the rows at positions `taken` of the fetch, each with the places of its rows among them."""
-        if len(self.stores) == 1:
-            return [(0, slice(None))]
+        if len(self.stores) <= 1:  # none if the matrix lacks all rows
+            return [(0, slice(None))] * len(self.stores)
         return by_value(self.store_of[taken])
 
     def _rows_of(self, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
@@ -302,7 +303,8 @@ def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements | Cod
             for into, array, shift in zip(starts[-len(of_arrays) :], elements[number], of_arrays, strict=True):
                 into[at] = array.starts + shift
                 if isinstance(array, CodedRows):
-                    lengths[at], totals[at] = array.lengths, array.entries["whole_sum"]
+                    has_any = lengths[at] > 0  # the matrix may lack rows
+                    lengths[at], totals[at] = array.lengths * has_any, array.entries["whole_sum"] * has_any
         stores.append(store)
     planned = replace(planned, lengths=lengths)  # a panel has fewer elements than the store
     return LoadedRows(planned=planned, stores=stores, store_of=store_of, starts=starts, tables=tables, totals=totals)
@@ -317,12 +319,11 @@ def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows)
     for number, at in shares(ends, rows):
         for parts in matrices:
             part = parts[number]
-            of_part = rows[at] - (ends[number] - part.matrix.n_rows)
+            of_part, starts, stops = part.elements(rows[at] - (ends[number] - part.n_rows))
             if part.mirror is not None and part.mirror.rows is not None:
                 blocks = part.mirror.rows.blocks(of_part)
                 needed, held = needed + len(blocks), held + part.mirror.rows.n_held(blocks)
                 continue
-            starts, stops = part.matrix.elements_of(of_part, part.indptr)
             for array in part.matrix.arrays:
                 chunks = chunks_of(starts, stops, array.chunk_elements)
                 needed += len(chunks)

@@ -26,13 +26,14 @@ class RowColumns:
 
     `obs` and `obsm` return the obs columns and obsm arrays of all rows of the dataset; they are called while the first
     rows are read. `paged` has those of them whose rows are loaded with each fetch. `names` looks up the obs names of
-    rows, for minibatches that carry them.
+    rows, for minibatches that carry them. `present` says for each modality which rows of the dataset it has.
     """
 
     obs: Callable[[], Mapping[str, ObsColumn | PagedColumn]] = dict
     obsm: Callable[[], Mapping[str, NDArray[Any] | PagedColumn]] = dict
     paged: Sequence[PagedColumn] = ()
     names: Callable[[Rows], NDArray[np.object_]] | None = None
+    present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
 
     def with_parts(self, own: OwnParts) -> RowColumns:
         """The same with what `own` returns in place of the parts of each paged column."""
@@ -89,7 +90,7 @@ class Recipe:
     def ends(self) -> Rows:
         """The row before which each store ends."""
         parts = next(iter([*self.x.values(), *(column.parts for column in self.columns.paged)]), [])
-        return np.cumsum([part.matrix.n_rows for part in parts], dtype=np.int64)
+        return np.cumsum([part.n_rows for part in parts], dtype=np.int64)
 
     def with_parts(self, own: OwnParts) -> Recipe:
         """The same with what `own` returns in place of the parts of each array, such as parts with other sources."""

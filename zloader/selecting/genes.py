@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from zloader.common.records import Rows
 from zloader.selecting.rows import range_of
 
 Genes: TypeAlias = Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series | slice
+GenesOf: TypeAlias = Genes | Mapping[str, Genes]  # of all matrices, or of each by its name
 GeneChoice: TypeAlias = Genes | int | str  # as an index, where one gene needs no list
 _SHOWN = 3  # genes named in a message
 

@@ -29,7 +29,7 @@ from zloader.reading import gather
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.selecting.columns import ObsColumn
-from zloader.selecting.genes import ChosenGenes, Genes
+from zloader.selecting.genes import ChosenGenes, GenesOf
 from zloader.training.delivery import LentMemory
 from zloader.training.devices import Device, usable_device
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
@@ -106,7 +106,7 @@ class XParts:
     """
 
     x: str | Sequence[str] | None
-    genes: Genes | None
+    genes: GenesOf | None
     tokens: Tokenizer | None
     transforms: Transforms
 
@@ -208,7 +208,10 @@ class Contents:
             transforms=transforms,
             wanted=self.x.names,
             tokens=None if self.tokenizer is None else self.tokenizer.at(seed, epoch),
-            columns=self.rows.columns(self.dataset.whole, options, named=self.form.layout == "anndata"),
+            columns=replace(
+                self.rows.columns(self.dataset.whole, options, named=self.form.layout == "anndata"),
+                present=matrices.present(self.x.loaded),
+            ),
             cutting=self.own.cutting(converter) if self.own else Cutting(),
             sweeping=sweeping,
         )

@@ -129,7 +129,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     obs: Sequence[str] = ()
     obsm: Sequence[str] = ()
     obs_names: bool = False
-    genes: Genes | None = field(default=None, repr=False)  # there may be thousands
+    genes: GenesOf | None = field(default=None, repr=False)  # there may be thousands
     tokens: Tokenizer | None = None
     layout: Literal["csr", "dense", "packed", "scipy", "anndata"] = "csr"
     dtype: str | torch.dtype | np.dtype[Any] | type | None = None

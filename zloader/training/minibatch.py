@@ -73,6 +73,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
             `obs_names=True` or layout anndata; else None.
         tokens: the tokens of the rows, if the loader has a tokenizer: `input_ids`, `values`, `attention_mask`,
             `lengths` and `labels`; else None.
+        present: for each modality of x, which rows it has (bool), if the dataset has modalities; else None. The rows
+            that a modality lacks are zeros in x.
         control: the control rows, a Minibatch of its own, if the loader has `controls`; else None.
         set_of_row: the number of each row's set in the minibatch, int64, if the sampling is CellSets; else None.
         group: the labels of each set for each column that sets agree in, NumPy arrays, if the sampling is CellSets.
@@ -93,6 +95,7 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     index: torch.Tensor
     obs_names: NDArray[np.object_] | None = None
     tokens: Tokens | None = None
+    present: dict[str, torch.Tensor] | None = None
     control: Minibatch | None = None
     set_of_row: torch.Tensor | None = None
     group: dict[str, NDArray[Any]] | None = None
@@ -159,6 +162,7 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
             row=index if self.row is self.index else function(self.row),
             index=index,
             tokens=None if self.tokens is None else self.tokens.each(function),
+            present={each: function(has) for each, has in self.present.items()} if self.present else None,
             control=None if self.control is None else self.control.each(function),
             set_of_row=None if self.set_of_row is None else function(self.set_of_row),
         )
@@ -222,6 +226,7 @@ def as_minibatch(
         row=index if row is arrays.index else torch.from_numpy(row),
         index=index,
         obs_names=arrays.names,
+        present={name: torch.from_numpy(has) for name, has in arrays.present.items()} or None,
         tokens=Tokens.of(arrays.tokens) if isinstance(arrays.tokens, TokenArrays) else None,
     )
 

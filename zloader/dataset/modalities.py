@@ -1,0 +1,143 @@
+"""The modalities of a MuData store: which matrices and obs columns they have, and which rows of the whole.
+
+MuData keeps each modality as an AnnData of its own in `mod/NAME`, and in `obsmap/NAME`, for each row of the whole, the
+number of its row there, counted from 1, or 0 if the modality lacks it. Nothing is aligned in memory: rows are looked up
+when they are read, in 4 bytes per row and modality.
+
+A matrix of a modality is named `NAME:X`, `NAME:raw/X` or `NAME:layers/LAYER`, and an obs column `NAME:COLUMN`, as
+muon names them.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.errors import FormatError
+from zloader.dataset.elements import StoredElements
+
+MUDATA = "MuData"
+_MATRIX = re.compile(r"([^/]+):(X|raw/X|layers/.+)", re.DOTALL)
+_PATH = re.compile(r"mod/([^/]+)/.+", re.DOTALL)
+
+
+def path_of(x: str) -> str:
+    """The path of a matrix in its store: `mod/rna/layers/counts` for `rna:layers/counts`."""
+    named = _MATRIX.fullmatch(x)
+    return x if named is None else f"mod/{named[1]}/{named[2]}"
+
+
+def modality_of(x: str) -> str | None:
+    """The modality that a matrix belongs to, by its name; None in an AnnData."""
+    named = _MATRIX.fullmatch(x)
+    return None if named is None else named[1]
+
+
+def frame_of(x: str) -> str:
+    """The path of the frame that describes the columns of a matrix."""
+    named = _MATRIX.fullmatch(x)
+    above, matrix = ("", x) if named is None else (f"mod/{named[1]}/", named[2])
+    return f"{above}raw/var" if matrix.startswith("raw/") else f"{above}var"
+
+
+def obs_of(x: str) -> str:
+    """The path of the frame that describes the rows of a matrix."""
+    named = _MATRIX.fullmatch(x)
+    return "obs" if named is None else f"mod/{named[1]}/obs"
+
+
+class ModalElements(StoredElements):
+    """The elements of an AnnData or MuData store."""
+
+    @cached_property
+    def modalities(self) -> list[str]:
+        """The names of the modalities, in their order; none in an AnnData."""
+        if self.root.attrs.get("encoding-type") != MUDATA:
+            return []
+        names = self.keys("mod")
+        order = self.node("mod").attrs.get("mod-order", names)
+        return [str(name) for name in order] if sorted(map(str, order)) == names else names
+
+    @property
+    def matrix_names(self) -> list[str]:
+        """The values that `x` may take: X, raw/X and the layers of this store, or those of its modalities."""
+        if not self.modalities:
+            return self._matrices_in("")
+        return [f"{each}:{name}" for each in self.modalities for name in self._matrices_in(f"mod/{each}/")]
+
+    def _matrices_in(self, above: str) -> list[str]:
+        layers = [f"layers/{layer}" for layer in self.keys(f"{above}layers")]
+        return [name for name in ("X", "raw/X") if f"{above}{name}" in self] + layers
+
+    @cached_property
+    def obs_columns(self) -> list[str]:
+        """Names of the obs columns, in the order of the frame, and then those of the modalities."""
+        whole = self.columns("obs")
+        of_modalities = (f"{each}:{name}" for each in self.modalities for name in self.columns(f"mod/{each}/obs"))
+        return [*whole, *(name for name in of_modalities if name not in whole)]
+
+    def modality_of_column(self, name: str) -> tuple[str, str] | None:
+        """The modality that an obs column belongs to, and its name there; None for a column of the whole."""
+        if not self.modalities or name in self.columns("obs"):
+            return None
+        for each in self.modalities:
+            column = name.removeprefix(f"{each}:")
+            if column != name and column in self.columns(f"mod/{each}/obs"):
+                return each, column
+        return None
+
+    def row_of(self, path: str) -> NDArray[np.integer] | None:
+        """For each row of the whole, its row in the modality whose matrix is at a path, or -1.
+
+        None if they are the same rows, and for a matrix that belongs to no modality.
+        """
+        named = _PATH.fullmatch(path) if self.modalities else None
+        return None if named is None else self.rows_of(named[1])
+
+    def rows_of(self, modality: str) -> NDArray[np.integer] | None:
+        """As `row_of`, for a modality by name. Raises FormatError if its rows are not given, or do not exist."""
+        if modality not in self._rows:
+            self._rows[modality] = self._read_rows(modality)
+        return self._rows[modality]
+
+    @cached_property
+    def _rows(self) -> dict[str, NDArray[np.integer] | None]:
+        return {}
+
+    def _read_rows(self, modality: str) -> NDArray[np.integer] | None:
+        path, n_rows = f"obsmap/{modality}", self.length(f"mod/{modality}/obs")
+        if path not in self:
+            raise FormatError(
+                f"{self.location.url} does not say which rows its modality {modality!r} has ({path}): open it with "
+                "mudata 0.2 or later, run mdata.update(), and write it again"
+            )
+        found = np.asarray(self.element(path))
+        if found.shape != (self.n_obs,) or found.dtype.kind not in "iu":
+            raise self.damaged(path, f"it has {found.dtype} {found.shape}, and not one whole number for each row")
+        wrong = np.flatnonzero((found < 0) | (found > n_rows))
+        if len(wrong):
+            raise self.damaged(path, f"row {wrong[0]} is row {found[wrong[0]]} of {n_rows} rows, counted from 1")
+        rows = found.astype(np.int32 if n_rows < 1 << 31 else np.int64) - 1
+        self._require_once(path, rows, n_rows)
+        return None if n_rows == len(rows) and (rows == np.arange(n_rows)).all() else rows
+
+    def _require_once(self, path: str, rows: NDArray[np.integer], n_rows: int) -> None:
+        """Raises FormatError if a row of the modality has several rows of the whole, or none."""
+        counts = np.bincount(rows[rows >= 0], minlength=n_rows)
+        wrong = np.flatnonzero(counts != 1)
+        if len(wrong):
+            raise self.damaged(path, f"row {wrong[0]} of the modality is {counts[wrong[0]]} rows of the whole")
+
+    def require_axis(self) -> None:
+        """Raises FormatError unless the modalities of a MuData describe the same rows."""
+        axis: Any = self.root.attrs.get("axis", 0)
+        if self.modalities and axis != 0:
+            raise FormatError(
+                f"the modalities of {self.location.url} share {'genes' if axis == 1 else 'rows and genes'} (axis "
+                f"{axis}), and not rows: open them one by one, such as {self.location.url.rstrip('/')}/mod/"
+                f"{self.modalities[0]}"
+            )
