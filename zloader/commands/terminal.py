@@ -30,7 +30,7 @@ _WIDTH = 120  # columns of output that does not go to a terminal
 
 def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr; 120 columns wide if that is not a terminal."""
-    plain: Any = {"stderr": stderr, "highlight": False, "markup": False, "soft_wrap": True}
+    plain: Any = {"stderr": stderr, "highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
     console = Console(**plain)
     return console if console.is_terminal else Console(**plain, width=_WIDTH)
 

@@ -78,6 +78,7 @@ def _groups(stores: Sequence[OpenedStore], *, joined: bool) -> dict[str, list[st
         "obs": [name for name in _columns(stores[0], "obs") if all(name in _members(store, "obs") for store in stores)],
         "var": [] if joined else _columns(stores[0], "var"),
         "obsm": sorted(set.intersection(*(_members(store, "obsm") for store in stores))),
+        "mod": sorted(set.intersection(*(_members(store, "mod") for store in stores))),
         "layers": sorted(set.intersection(*(_members(store, "layers") for store in stores))),
     }
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
+from zloader.common.records import Rows
 from zloader.dataset.elements import StoredElements
 
 MUDATA = "MuData"
@@ -98,6 +99,14 @@ class ModalElements(StoredElements):
         named = _PATH.fullmatch(path) if self.modalities else None
         return None if named is None else self.rows_of(named[1])
 
+    def rows_in(self, path: str, rows: Rows) -> Rows:
+        """The rows of the matrix at a path for some rows of the whole, without those that it lacks."""
+        row_of = self.row_of(path)
+        if row_of is None:
+            return rows
+        found = row_of[rows]
+        return found[found >= 0].astype(np.int64)
+
     def rows_of(self, modality: str) -> NDArray[np.integer] | None:
         """As `row_of`, for a modality by name. Raises FormatError if its rows are not given, or do not exist."""
         if modality not in self._rows:
@@ -121,7 +130,7 @@ class ModalElements(StoredElements):
         wrong = np.flatnonzero((found < 0) | (found > n_rows))
         if len(wrong):
             raise self.damaged(path, f"row {wrong[0]} is row {found[wrong[0]]} of {n_rows} rows, counted from 1")
-        rows = found.astype(np.int32 if n_rows < 1 << 31 else np.int64) - 1
+        rows: NDArray[np.integer] = (found.astype(np.int64) - 1).astype(np.int32 if n_rows < 1 << 31 else np.int64)
         self._require_once(path, rows, n_rows)
         return None if n_rows == len(rows) and (rows == np.arange(n_rows)).all() else rows
 

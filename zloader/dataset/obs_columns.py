@@ -194,7 +194,7 @@ class StoreColumns:
     def _require_shape(self, name: str, shape: tuple[int, ...] | None) -> None:
         if shape != (self._n_rows,):
             raise FormatError(
-                f"obs column {name!r} of {self.store.location.url} has shape {shape}, but there are "
+                f"obs column {name!r} of {self.store.location.url} has shape {shape}, but the store has "
                 f"{self._n_rows} rows: the store is damaged"
             )
 

@@ -35,7 +35,7 @@ def open_dataset(
     (1000, 50, ['cell_type', 'donor', 'n_counts'])
 
     - `url`: a local path, or a URL that begins with `file://`, `s3://`, `gs://`, `http://` or `https://`; or a list of
-      them. Each is an AnnData store or an annbatch collection.
+      them. Each is an AnnData or MuData store, an .h5ad or .h5mu file, or an annbatch collection.
     - `cache`: the directory, or zl.Cache, that keeps mirrors of the stores, best on a local NVMe disk. With None, every
       epoch reads from the stores.
     - `storage_options`: options for all URLs. For S3 those of s3fs (key, secret, token, anon, profile, endpoint_url,

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.common.checks import names_of, require_whole
+from zloader.common.checks import names_of, require_one_of, require_whole
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
 from zloader.common.options import FetchOptions
@@ -23,6 +23,8 @@ from zloader.common.records import CacheStatistics, CsrArrays, MinibatchArrays, 
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.gene_statistics import Batches, StatisticsPass
 from zloader.dataset.matrices import Matrices, as_scipy, used_categories
+from zloader.dataset.modalities import modality_of
+from zloader.dataset.mudata import as_mudata
 from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
@@ -165,6 +167,19 @@ class Table:
         """The values that `x` may take: X, raw/X and the layers that every store has."""
         return self.matrices.names
 
+    @property
+    def modalities(self) -> list[str]:
+        """The names of the modalities that every store has; none in an AnnData."""
+        return self.matrices.modalities
+
+    def present(self, modality: str) -> NDArray[np.bool_]:
+        """Which rows a modality has, one bool per row. Raises OptionError for a modality that is not there.
+
+        `dataset.where(dataset.present("prot"))` is a view of these rows.
+        """
+        require_one_of(self.modalities, modality=modality)
+        return self._rows.taken(self.matrices.present([f"{modality}:X"])[modality])
+
     def cache_statistics(self, x: str = "X") -> CacheStatistics:
         """How much of a matrix is in the cache now. Raises OptionError without a usable cache."""
         return self.matrices.cache_statistics(x)
@@ -194,7 +209,10 @@ class Table:
 
         - `rows`: a row number, a list of them in any order and with repeats, a slice, a mask over all rows, or obs
           names. Negative row numbers count from the end.
-        - `layers`: names of layers, as in `["spliced"]`.
+        - `layers`: names of layers, as in `["spliced"]`, or `["rna:layers/counts"]` of a modality.
+
+        A dataset with modalities gives a MuData, which has each row once, and first those of its first modality. This
+        needs the extra `mudata`.
 
         Categories of obs that none of these rows has are left out, as in a subset of an AnnData. All are kept if all
         rows of the whole dataset are taken.
@@ -205,10 +223,15 @@ class Table:
         chosen = self._rows_of_whole(positions_of(rows, self.n_obs, lambda: self.obs_names))
         paths = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)]
         paths += ["X"] if "X" in self.matrix_names else []
+        if self.matrices.modalities:
+            every = [f"{each}:X" for each in self.matrices.modalities]
+            paths = [*names_of(layers=layers), *(name for name in every if name in self.matrix_names)]
         per_row = NAME_BYTES + self.observations.array_bytes() + sum(map(self.matrices.row_bytes, paths))
         require_memory(
             int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData ({self.url})", "take fewer, or use a Loader"
         )
+        if self.matrices.modalities:
+            return as_mudata(self.matrices, self.observations, chosen, paths)
         matrices = {path: self.matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
         obs = self.observations.frame_of(chosen)
         if len(np.unique(chosen)) < self.observations.n_rows:
@@ -244,7 +267,7 @@ class Table:
         Raises OptionError, before anything is read, if they would take more than half of the machine's memory, and the
         errors of `take`.
         """
-        all_layers = [name for name in self.matrix_names if name.startswith("layers/")]
+        all_layers = [name for name in self.matrix_names if "layers/" in name]
         return self.take(slice(None), layers=all_layers if layers is None else layers)
 
     def gene_statistics(
@@ -275,7 +298,7 @@ class Table:
         errors of a Loader with the same arguments.
         """
         chosen = self.matrices.choose_genes(genes, [x]).get(x)
-        found = self._pass(None, options, progress).statistics(x, transforms)
+        found = self._pass(x, None, options, progress).statistics(x, transforms)
         return found if chosen is None else found.at(chosen.positions)
 
     def highly_variable_genes(  # noqa: PLR0913 - all but one are keyword-only, and those of scanpy
@@ -333,12 +356,18 @@ class Table:
             max_disp=max_disp,
         )
         chosen = self.matrices.choose_genes(genes, [x]).get(x)
-        rows = self._pass(batch_key, options, progress)
+        rows = self._pass(x, batch_key, options, progress)
         found = VariableGenes(rows=rows, x=x, transforms=transforms, genes=chosen, stores=self.stores)
         return found.table(choosing)
 
-    def _pass(self, batch_key: str | None, options: FetchOptions | None, progress: bool) -> StatisticsPass:
+    def _pass(self, x: str, batch_key: str | None, options: FetchOptions | None, progress: bool) -> StatisticsPass:
         """A pass over all rows, by the values of an obs column if one is named."""
+        modality = modality_of(x)
+        if modality in self.modalities and not (has := self.present(modality)).all():
+            raise OptionError(
+                f"the modality {modality!r} lacks {np.count_nonzero(~has)} of the {self.n_obs} rows, which would count "
+                f"as zeros: take its own with dataset.where(dataset.present({modality!r}))"
+            )
         batches = Batches(n_obs=np.array([self.n_obs]))
         if batch_key is not None:
             find_column = partial(self.observations.column, batch_key)

@@ -81,7 +81,8 @@ def epoch_costs(
     every, first = _Count(), _Count()
     taken = _rows_by_store(plan, ends, numbers)
     for (store, matrix), fetches in zip(stores, taken * len(names), strict=True):
-        steps = list(_chunks_by_array(matrix, store.offsets(matrix), fetches))
+        of_matrix = [store.rows_in(matrix.path, rows) for rows in fetches]
+        steps = list(_chunks_by_array(matrix, store.offsets(matrix), of_matrix))
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
             planner = planner_of(array, options, store.object_sizes(), sweeping=share_of(plan.swept_rows, store.n_obs))
             indexes = read_indexes(store, array, _shards(planner, wanted), options)

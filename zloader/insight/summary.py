@@ -11,6 +11,8 @@ import zarr
 from zloader.caching.row_blocks import RowForm
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.dataset.dataset import Dataset
+from zloader.dataset.modalities import obs_of, path_of
+from zloader.dataset.obs_columns import columns_of
 from zloader.dataset.store import OpenedStore
 from zloader.storage import hdf5_filters
 from zloader.storage.coded_rows import likely_bytes
@@ -118,11 +120,11 @@ def _in_all(groups: Sequence[Any]) -> list[str]:
 
 def _column(stores: Sequence[OpenedStore], name: str) -> ColumnSummary:
     try:
-        kinds = [_kind(store.node(f"obs/{name}")) for store in stores]
+        paths = [columns_of(store).path(name) for store in stores]
+        kinds = [_kind(store.node(path)) for store, path in zip(stores, paths, strict=True)]
     except FormatError:
         return ColumnSummary(name=name, kind="unreadable", categories=None)
-    labels = f"obs/{name}/categories"
-    n_categories = stored_length(stores[0].node(labels)) if kinds == ["categorical"] else None
+    n_categories = stored_length(stores[0].node(f"{paths[0]}/categories")) if kinds == ["categorical"] else None
     return ColumnSummary(name=name, kind=_all(kinds), categories=n_categories)
 
 
@@ -144,7 +146,7 @@ def _all(names: Iterable[str]) -> str:
 def _matrix(dataset: Dataset, name: str) -> MatrixSummary:
     stores = dataset.stores
     try:
-        nodes = [store.node(name) for store in stores]
+        nodes = [store.node(path_of(name)) for store in stores]
         values = sum(_values(store, name).size for store in stores)
         shapes = [store.shape(name) for store in stores]
         genes = dataset.matrices.n_genes(name)
@@ -197,17 +199,18 @@ def _compact(matrix: MatrixLayout) -> tuple[int, bool]:
 
 def _values(store: OpenedStore, matrix: str) -> Any:
     """The array with the values of a matrix."""
-    node = store.node(matrix)
-    return node if isinstance(node, zarr.Array) else store.node(f"{matrix}/data")
+    path = path_of(matrix)
+    node = store.node(path)
+    return node if isinstance(node, zarr.Array) else store.node(f"{path}/data")
 
 
 def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> ArraySummary:
     arrays = [array for _, array in stored]
     path = arrays[0].path
     part = "indices" if path.endswith("/indices") else "data"
-    recorded = [store.recorded_dtypes(matrix) for store, _ in stored]
+    recorded = [store.recorded_dtypes(path_of(matrix)) for store, _ in stored]
     elements, chunk_elements = sum(array.n_elements for array in arrays), max(array.chunk_elements for array in arrays)
-    rows = sum(store.n_obs for store, _ in stored)
+    rows = sum(store.length(obs_of(matrix)) for store, _ in stored)
     return ArraySummary(
         path=path,
         dtype=_all(array.dtype.name for array in arrays),

@@ -186,7 +186,8 @@ class RowBytes:
         layouts = self._dataset.matrices.layouts(matrix)
         for number, at in shares(self._ends, rows):
             layout, store = layouts[number], self._dataset.stores[number]
-            starts, stops = layout.elements_of(rows[at] - (self._ends[number] - store.n_obs), store.offsets(layout))
+            of_matrix = store.rows_in(layout.path, rows[at] - (self._ends[number] - store.n_obs))
+            starts, stops = layout.elements_of(of_matrix, store.offsets(layout))
             total += int((stops - starts).sum())
         return total
 

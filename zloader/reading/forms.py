@@ -73,7 +73,7 @@ class Form:
         return 4 if dtype is None else dtype.itemsize
 
     def gathered(self, parts: Sequence[gather.StoreRows], n_rows: int, *, n_genes: int, stored: Stored) -> X:
-        """A minibatch of `n_rows` rows. `parts` together hold all its rows. Raises UnfitValue."""
+        """A minibatch of `n_rows` rows. Rows that no part holds are empty. Raises UnfitValue."""
         dtype, genes = self.value_dtype(stored), self.gene_dtype(n_genes)
         sparse = any(part.genes is not None for part in parts)
         if self.dense and not (self.narrow and sparse):

@@ -96,11 +96,10 @@ def choose(rows: StoreRows, genes: ChosenGenes, columns: Columns | None = None) 
     stored, dtype = _bits(rows.values), rows.values.dtype
     stored_genes = rows.genes
     if stored_genes is None:
-        has = rows.lengths > 0  # a matrix may lack some rows
-        dense = np.empty((np.count_nonzero(has), n_columns), stored.dtype)
-        select_columns(stored, rows.starts[1][has], genes.positions, dense)
-        lengths = np.where(has, n_columns, 0)
-        starts = indptr_of(lengths)[:-1]
+        dense = np.empty((n_rows, n_columns), stored.dtype)
+        select_columns(stored, rows.starts[1], genes.positions, dense)
+        starts = np.arange(n_rows) * n_columns
+        lengths = np.full(n_rows, n_columns)
         return replace(rows, values=dense.reshape(-1).view(dtype), starts=(starts, starts), lengths=lengths)
     if columns is None:
         columns = genes.column_of, np.zeros(n_rows, np.int64)
@@ -160,7 +159,7 @@ def csr_rows(
     genes: np.dtype[Any] | None = None,
     empty: Empty = np.empty,
 ) -> CsrArrays:
-    """A minibatch of `n_rows` rows in CSR form. `parts` together hold all its rows.
+    """A minibatch of `n_rows` rows in CSR form. Rows that no part holds are empty.
 
     indptr and indices are int32, as in SciPy and torch's own kernels, or int64 from 2**31 values on. `genes` is another
     dtype for the indices. `empty` makes the indices and the values. Raises UnfitValue.
@@ -197,12 +196,13 @@ def csr_rows(
 def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> NDArray[Any]:
     """A dense minibatch (`n_rows` x genes). If a gene occurs twice in a CSR row, its values are summed.
 
+    Rows that no part holds are zeros.
     Raises UnfitValue.
     """
     parts = [widened(part) for part in parts]
     gathering = gathering_dtype(dtype, [part.values.dtype for part in parts])
-    filled = all(part.genes is None for part in parts) and sum(int(part.lengths.sum()) for part in parts)
-    out = (np.empty if filled == n_rows * n_genes else np.zeros)((n_rows, n_genes), gathering)
+    filled = all(part.genes is None for part in parts) and sum(len(part.lengths) for part in parts) == n_rows
+    out = (np.empty if filled else np.zeros)((n_rows, n_genes), gathering)
     for part in parts:
         to, limits = np.arange(n_rows)[part.at], limits_of(part.values.dtype, dtype)
         if part.coded is not None:
@@ -239,15 +239,13 @@ def cut_apart(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch
 def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
     """The rows `[first, last)` of a minibatch as a minibatch. CSR values and dense rows share its memory."""
     x = {name: _cut_x(matrix, first, last) for name, matrix in minibatch.x.items()}
-    of_rows = (minibatch.obs, minibatch.obsm, minibatch.present)
-    obs, obsm, present = ({name: rows[first:last] for name, rows in of.items()} for of in of_rows)
+    obs, obsm = ({name: rows[first:last] for name, rows in of.items()} for of in (minibatch.obs, minibatch.obsm))
+    present = {name: has[first:last] for name, has in minibatch.present.items()}
     names = None if minibatch.names is None else minibatch.names[first:last]
     tokens = None if minibatch.tokens is None else minibatch.tokens.cut(first, last)
     sets = None if minibatch.sets is None else minibatch.sets[first:last]
     index = minibatch.index[first:last]
-    return MinibatchArrays(
-        x=x, obs=obs, obsm=obsm, index=index, names=names, tokens=tokens, sets=sets, present=present
-    )
+    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=index, names=names, tokens=tokens, sets=sets, present=present)
 
 
 def _cut_x(x: X, first: int, last: int) -> X:

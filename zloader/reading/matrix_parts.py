@@ -36,8 +36,8 @@ class MatrixPart:
     `indexes` grows by the shard indexes that are read, by array and shard, so that all readers of this part read each
     of them once. With `sharing`, the store is read together with other machines.
 
-    `row_of` has the row of the matrix for each row of the store, or -1 where the matrix lacks it, which reads as a row
-    without values. None stands for the same rows.
+    `row_of` has the row of the matrix for each row of the store, or -1 where the matrix lacks it, and a minibatch has
+    no values. None stands for the same rows.
     """
 
     url: str
@@ -56,21 +56,14 @@ class MatrixPart:
         """Rows of the dataset that are rows of this store."""
         return self.matrix.n_rows if self.row_of is None else len(self.row_of)
 
-    def elements(self, rows: Rows) -> tuple[Rows, Rows, Rows]:
-        """The rows of the matrix for some rows of the store, and where the elements of each begin and end.
-
-        A row that the matrix lacks has no elements, and stands near one that it has, so that it needs no other chunk.
-        There are no rows at all if the matrix lacks all of them.
-        """
-        lacks = None
-        if self.row_of is not None:
-            rows = self.row_of[rows]
-            lacks = rows < 0
-            if lacks.all():
-                return rows[:0], rows[:0], rows[:0]
-            rows = np.where(lacks, rows[~lacks][0], rows)
-        starts, stops = self.matrix.elements_of(rows, self.indptr)
-        return rows, starts, stops if lacks is None else np.where(lacks, starts, stops)
+    def held(self, rows: Rows, at: Rows | slice) -> tuple[Rows, Rows | slice]:
+        """The rows of the matrix for some rows of the store that are at places `at`, without those that it lacks."""
+        if self.row_of is None:
+            return rows, at
+        of_matrix = self.row_of[rows].astype(np.int64, copy=False)
+        has = of_matrix >= 0
+        places = np.arange(len(rows)) + (at.start or 0) if isinstance(at, slice) else at
+        return of_matrix[has], places[has]
 
     @property
     def n_columns(self) -> int:

@@ -62,6 +62,11 @@ class PlannedRows:
         return sum(needed.ahead_bytes for arrays in self.needed.values() for needed in arrays)
 
     @property
+    def lacks_rows(self) -> bool:
+        """Whether the matrix may lack some of the rows."""
+        return any(part.row_of is not None for part in self.parts)
+
+    @property
     def exact(self) -> Form:
         """CSR form in float32 if it holds every stored value, else in float64."""
         return Form(dense=False, dtype=np.result_type(np.float32, *self.stored).name)
@@ -110,17 +115,19 @@ def plan_rows(
 ) -> PlannedRows:
     """Plans the reads of some rows. Part k has `readers[k]` and ends before row `ends[k]`."""
     lengths = np.zeros(len(rows), np.int64)
-    needed = {}
-    for number, here in at.items():
+    needed, held = {}, {}
+    for number, of_store in at.items():
         part = parts[number]
-        of_part, starts, stops = part.elements(rows[here] - (ends[number] - part.n_rows))
+        of_part, here = part.held(rows[of_store] - (ends[number] - part.n_rows), of_store)
         if not len(of_part):
             continue
+        held[number] = here
+        starts, stops = part.matrix.elements_of(of_part, part.indptr)
         if isinstance(part.indptr, np.ndarray):
             page_cache.release(part.indptr)
         lengths[here] = stops - starts
         needed[number] = [reader.needed(of_part, starts, stops) for reader in readers[number]]
-    return PlannedRows(parts=parts, at=at, needed=needed, lengths=lengths)
+    return PlannedRows(parts=parts, at=held, needed=needed, lengths=lengths)
 
 
 def spanning(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], list[int]]:
@@ -193,7 +200,8 @@ def united(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRows:
-    """The rows of a fetch in one matrix, in memory. Row i has `planned.lengths[i]` elements in store `store_of[i]`.
+    """The rows of a fetch in one matrix, in memory. Row i has `planned.lengths[i]` elements in store `store_of[i]`,
+    which is none of the stores for a row that the matrix lacks.
 
     Its genes and values begin at `starts[0][i]` and `starts[1][i]` there, and the columns of its genes at `tables[i]`.
     Coded rows have the total of the row with all genes in `totals[i]`.
@@ -243,9 +251,9 @@ class LoadedRows:
 
     def _stores(self, taken: Rows) -> Sequence[tuple[int, Rows | slice]]:
         """The stores of the rows at positions `taken` of the fetch, each with the places of its rows among them."""
-        if len(self.stores) <= 1:  # none if the matrix lacks all rows
-            return [(0, slice(None))] * len(self.stores)
-        return by_value(self.store_of[taken])
+        if len(self.stores) == 1 and not self.planned.lacks_rows:
+            return [(0, slice(None))]
+        return [(number, at) for number, at in by_value(self.store_of[taken]) if number < len(self.stores)]
 
     def _rows_of(self, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
         """The rows at positions `taken` of the fetch, all from united stores, which go to `at` in the minibatch."""
@@ -294,7 +302,7 @@ def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements | Cod
         key = alike(planned.parts[number], loaded)
         groups.setdefault(key, []).append(number)
     stores: list[UnitedStores] = []
-    store_of = np.zeros(n_rows, np.min_scalar_type(len(groups)))
+    store_of = np.full(n_rows, len(groups), np.min_scalar_type(len(groups)))  # of rows that no store has
     for numbers in groups.values():
         store, shifts = united([planned.parts[number] for number in numbers], [elements[number] for number in numbers])
         for number, (*of_arrays, of_table) in zip(numbers, shifts, strict=True):
@@ -303,8 +311,7 @@ def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements | Cod
             for into, array, shift in zip(starts[-len(of_arrays) :], elements[number], of_arrays, strict=True):
                 into[at] = array.starts + shift
                 if isinstance(array, CodedRows):
-                    has_any = lengths[at] > 0  # the matrix may lack rows
-                    lengths[at], totals[at] = array.lengths * has_any, array.entries["whole_sum"] * has_any
+                    lengths[at], totals[at] = array.lengths, array.entries["whole_sum"]
         stores.append(store)
     planned = replace(planned, lengths=lengths)  # a panel has fewer elements than the store
     return LoadedRows(planned=planned, stores=stores, store_of=store_of, starts=starts, tables=tables, totals=totals)
@@ -319,11 +326,12 @@ def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows)
     for number, at in shares(ends, rows):
         for parts in matrices:
             part = parts[number]
-            of_part, starts, stops = part.elements(rows[at] - (ends[number] - part.n_rows))
+            of_part, _ = part.held(rows[at] - (ends[number] - part.n_rows), at)
             if part.mirror is not None and part.mirror.rows is not None:
                 blocks = part.mirror.rows.blocks(of_part)
                 needed, held = needed + len(blocks), held + part.mirror.rows.n_held(blocks)
                 continue
+            starts, stops = part.matrix.elements_of(of_part, part.indptr)
             for array in part.matrix.arrays:
                 chunks = chunks_of(starts, stops, array.chunk_elements)
                 needed += len(chunks)

@@ -30,7 +30,7 @@ from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
-from zloader.selecting.genes import Genes
+from zloader.selecting.genes import GenesOf
 from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_controls, with_sets
 from zloader.training.delivery import Delivered, Delivery, LentMemory, deliver
 from zloader.training.devices import Device, opened
@@ -80,14 +80,14 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             in addition to its `batch_size * fetch_factor` rows.
         shuffle: False yields the rows in order, for validation and prediction; it is `sampling="streaming"`. True is
             the default order.
-        x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix. A list of names loads several
-            matrices of the same rows: `minibatch.x` is then a dict by name.
+        x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix; `"rna:X"` of a modality. A list
+            of names loads several matrices of the same rows: `minibatch.x` is then a dict by name.
         obs: names of the obs columns to load. `labels` says what their numbers mean.
         obsm: names of the obsm arrays to load.
         obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
         genes: the columns of x and their order, as names or positions, a mask over all genes, or a slice. Default: all
             genes of the dataset, or of the panel `dataset[:, genes]`. They apply to every matrix. If `"raw/X"` is one
-            of several, it must have genes of the same names.
+            of several, it must have genes of the same names. A mapping has the genes of each matrix, by its name.
         tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens` of the genes chosen.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"packed"` (PackedRows,
             in the stored dtypes, or float32 with transforms), `"scipy"` (CSR matrix) or `"anndata"`.
