@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zloader.order.cell_sets import CellSets
     from zloader.order.controls import MatchedControls
     from zloader.order.mixture import Mixture
+    from zloader.order.neighbors import Neighbors
     from zloader.order.sampling import Sampling
     from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
@@ -77,6 +78,7 @@ __all__ = [
     "Minibatch",
     "Mixture",
     "MixtureOfScanners",
+    "Neighbors",
     "PackedRows",
     "Quality",
     "RowSource",
@@ -115,6 +117,7 @@ _MODULES = {
     "FetchOptions": "zloader.common.options",
     "Loader": "zloader.training.loader",
     "MatchedControls": "zloader.order.controls",
+    "Neighbors": "zloader.order.neighbors",
     "Minibatch": "zloader.training.minibatch",
     "Mixture": "zloader.order.mixture",
     "MixtureOfScanners": "zloader.order.shuffling",

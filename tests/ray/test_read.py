@@ -140,7 +140,7 @@ def test_splits_for_trainers_have_every_row_once(cluster, dataset):
         ({"fields": ["obs/nothing"]}, MissingColumnError, "nothing"),
         ({"layout": "anndata"}, OptionError, "layout 'csr' or 'dense'"),
         ({"dtype": "bfloat16"}, OptionError, "no bfloat16"),
-        ({"sampling": zl.CellSets("donor", set_size=4)}, OptionError, "no sets and no controls"),
+        ({"sampling": zl.CellSets("donor", set_size=4)}, OptionError, "no sets, controls or neighbours"),
         ({"obs": ["lane"]}, OptionError, "does not take obs="),
         ({"epoch": -1}, OptionError, "epoch"),
     ],

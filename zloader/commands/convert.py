@@ -81,6 +81,10 @@ class ConvertFlags:
     shuffle_seed: Annotated[
         int | None, _layout("--shuffle", metavar="SEED", help="Shuffle the rows with this seed.")
     ] = None
+    order: Annotated[
+        str | None,
+        _layout(metavar="hilbert:NAME", help="Order the rows along a curve through obsm/NAME."),
+    ] = None
     memory: Annotated[
         str | None, _layout(metavar="SIZE", help="Memory limit of the whole process.", show_default="1GiB")
     ] = None
@@ -110,7 +114,7 @@ class ConvertFlags:
         """How they are stored. What is not given has the default of `zl.ConvertOptions`."""
         from zloader.conversion.writing.encode import ConvertOptions
 
-        names = ("chunk_rows", "shard_size", "codec", "preserve_dtype", "memory", "shuffle_seed")
+        names = ("chunk_rows", "shard_size", "codec", "preserve_dtype", "memory", "shuffle_seed", "order")
         given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         return ConvertOptions(**given)
 

@@ -31,7 +31,8 @@ from zloader.common.keywords import answers
 from zloader.common.machine import keep_freed_memory
 from zloader.common.messages import listed, warn_user
 from zloader.common.progress import Bars, progress_bars
-from zloader.conversion.joining.content import Content, ShuffledContent, arranged
+from zloader.conversion.joining.content import Content, RearrangedContent
+from zloader.conversion.joining.row_order import arranged
 from zloader.conversion.joining.selection import Selection
 from zloader.conversion.sources.inputs import Input, Sources, open_inputs, refuse_overlap
 from zloader.conversion.sources.windows import SourceMatrix
@@ -166,7 +167,7 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
         joined = Content(inputs, select)
         if joined.lost_genes:
             warn_user(joined.lost_genes)
-        content = arranged(joined, options.shuffle_seed, bucket_bytes=options.window)
+        content = arranged(joined, shuffle_seed=options.shuffle_seed, order=options.order, bucket_bytes=options.window)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))
         conversion = _Conversion(inputs, content, select, options, bars)
@@ -213,7 +214,7 @@ class _Conversion:
     def __init__(
         self,
         inputs: Sequence[Input],
-        content: Content | ShuffledContent,
+        content: Content | RearrangedContent,
         select: Selection,
         options: ConvertOptions,
         bars: Bars,
@@ -226,6 +227,8 @@ class _Conversion:
         """Everything that determines the bytes of the store, as plain JSON types."""
         options = dataclasses.asdict(self._options)
         del options["memory"], options["window_bytes"]
+        if options["order"] is None:
+            del options["order"]  # as in the records of conversions that did not know it
         renamed = [json.dumps(source.genes_by, sort_keys=True) for source in self._inputs]
         whole = {
             "version": importlib.metadata.version("zloader"),
@@ -291,6 +294,7 @@ class _Conversion:
                 "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
                 "select": self._select.recorded(),
                 "shuffle_seed": self._options.shuffle_seed,
+                **({} if self._options.order is None else {"order": self._options.order}),
                 "conversion": {"record": self.record(), "results": results},
             }
             zarr.consolidate_metadata(store)

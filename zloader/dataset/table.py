@@ -7,7 +7,7 @@ the rows of them that it has. `dataset.py` adds which rows these are: selecting 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, MinibatchArrays, Rows, X
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.gene_statistics import Batches, StatisticsPass
+from zloader.dataset.graphs import graph_windows
 from zloader.dataset.matrices import Matrices, as_scipy, used_categories
 from zloader.dataset.modalities import modality_of
 from zloader.dataset.mudata import as_mudata
@@ -30,6 +31,7 @@ from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.dataset.variable_genes import VariableGenes, batches_of
 from zloader.dataset.views import AllRows, RowSet
+from zloader.order.neighbors import GraphWindow
 from zloader.order.shuffling import Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import Genes
@@ -179,6 +181,10 @@ class Table:
         """
         require_one_of(self.modalities, modality=modality)
         return self._rows.taken(self.matrices.present([f"{modality}:X"])[modality])
+
+    def graph(self, name: str) -> Iterator[GraphWindow]:
+        """The graph `obsp/NAME` of the whole dataset, in windows of rows; see zl.Neighbors."""
+        return graph_windows(self.stores, name)
 
     def cache_statistics(self, x: str = "X") -> CacheStatistics:
         """How much of a matrix is in the cache now. Raises OptionError without a usable cache."""

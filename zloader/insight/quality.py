@@ -103,7 +103,7 @@ def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, p
     """
     if not isinstance(plan, Plan):
         raise OptionError(f"quality measures the plan of an epoch, such as loader.plan(0), not {plan!r:.100}")
-    plan = replace(plan, controls=None)
+    plan = replace(plan, companions=None)
     codes = _codes(labels, plan)
     chosen = _chosen_rows(plan)
     stretches = [_stretch(plan, numbers) for numbers in _examined(plan)]

@@ -20,7 +20,6 @@ from zloader.common.machine import require_memory
 from zloader.common.records import Rows, windows_of
 from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import key_of, words_at
-from zloader.order.plan import Fetch
 from zloader.order.sampling import Sampling, Table
 from zloader.selecting.columns import Column
 from zloader.selecting.groups import Groups, groups_of
@@ -171,21 +170,6 @@ class BoundControls(SharesArrays):
     def n_from_fallback(self, rows: Rows) -> int:
         """How many controls of some rows agree with them in the columns of a fallback only."""
         return int(np.count_nonzero(self._levels[self._groups[rows]])) * self.n
-
-    def added(self, fetch: Fetch, *, seed: int, epoch: int) -> Fetch:
-        """The fetch with the controls of each minibatch after its rows."""
-        main, n = fetch.order, self.n
-        drawn = self.drawn(fetch.rows[main], seed=seed, epoch=epoch)
-        before = np.repeat(fetch.cuts[:-1], np.diff(fetch.cuts))  # the rows of earlier minibatches
-        after = np.repeat(fetch.cuts[1:], np.diff(fetch.cuts))
-        place = np.arange(len(main))
-        order = np.empty(len(main) * (1 + n), np.int64)
-        order[place + n * before] = main
-        controls = np.arange(len(drawn))
-        order[np.repeat(after, n) + controls] = len(fetch.rows) + controls
-        sets = None if fetch.sets is None else np.concatenate([fetch.sets, np.repeat(fetch.sets[main], n)])
-        rows = np.concatenate([fetch.rows, drawn])
-        return Fetch(number=fetch.number, rows=rows, order=order, cuts=fetch.cuts * (1 + n), sets=sets)
 
 
 def _came(groups: Groups, dataset: Table, sampling: Sampling) -> Rows:

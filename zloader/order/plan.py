@@ -79,11 +79,11 @@ class Fetch:
         return replace(self, rows=self.rows[~gaps], order=order, cuts=cuts, sets=sets)
 
 
-class AddsControls(Protocol):
-    """Adds control rows to the minibatches of a fetch."""
+class AddsRows(Protocol):
+    """Adds companions of the rows to the minibatches of a fetch, such as controls."""
 
     def added(self, fetch: Fetch, *, seed: int, epoch: int) -> Fetch:
-        """The fetch with the controls of each minibatch after its rows."""
+        """The fetch with the companions of each minibatch after its rows."""
 
 
 class Remaining(NamedTuple):
@@ -98,7 +98,7 @@ class Remaining(NamedTuple):
 class Plan:
     """One epoch of one rank: maps the options below to an ordered list of fetches. Raises OptionError.
 
-    With `controls`, each minibatch is followed by its control rows.
+    With `companions`, each minibatch is followed by those of its rows.
     """
 
     dataset_rows: int
@@ -112,7 +112,7 @@ class Plan:
     machines: int = 1
     drop_last: bool = False
     remainder: Literal["keep", "pad"] = "keep"
-    controls: AddsControls | None = None
+    companions: AddsRows | None = None
 
     def __post_init__(self) -> None:
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
@@ -316,7 +316,7 @@ class Plan:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def n_positions(self, number: int) -> int:
-        """The positions of a fetch in the order of the epoch: its rows without controls, and with any gaps."""
+        """The positions of a fetch in the order of the epoch: its rows without companions, and with any gaps."""
         start, stop = self._span(number)
         return stop - start
 
@@ -333,7 +333,7 @@ class Plan:
         )
         if self.sampling.has_gaps:
             fetch = fetch.without(rows < 0)
-        return fetch if self.controls is None else self.controls.added(fetch, seed=self.seed, epoch=self.epoch)
+        return fetch if self.companions is None else self.companions.added(fetch, seed=self.seed, epoch=self.epoch)
 
     def fetch_numbers(self, *, worker: int = 0, n_workers: int = 1) -> range:
         """The fetches of one of the rank's workers, in order."""

@@ -1,7 +1,7 @@
 """What minibatches hold: the options of a Loader that say so, checked, and the recipe that they make.
 
 The options come in three parts, each of which checks itself: the form of x, the matrices, and the columns of rows.
-`Contents` checks them against a dataset and against each other. `WithSets` adds sets and controls.
+`Contents` checks them against a dataset and against each other. `WithSets` adds sets, controls and neighbours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import load_anndata
 from zloader.order.cell_sets import BoundCellSets
-from zloader.order.controls import BoundControls, MatchedControls
+from zloader.order.companions import Companions
+from zloader.order.controls import MatchedControls
+from zloader.order.neighbors import Neighbors
 from zloader.order.sampling import Sampling
 from zloader.reading import gather
 from zloader.reading.forms import Form
@@ -178,7 +180,7 @@ class Contents:
             )
 
     def converter(self) -> Convert:
-        """Makes tensors of the arrays of a minibatch, without sets and controls."""
+        """Makes tensors of the arrays of a minibatch, without sets and companions."""
         framed = self.x.names if self.form.layout == "anndata" else []
         var = {name: self.dataset.matrices.var_of(name, self._genes.get(name)) for name in framed}
         return functools.partial(as_minibatch, self.dataset, self.x.x, self.form.gathered_layout, var)
@@ -217,40 +219,50 @@ class Contents:
         )
 
 
-def bound_controls(
-    controls: MatchedControls | None, dataset: Dataset, sampling: Sampling, own: OwnTransforms
-) -> BoundControls | None:
-    """The controls of a Loader. Raises OptionError if it cannot have them."""
-    if own.fetch is not None and (controls is not None or isinstance(sampling, BoundCellSets)):
+def bound_companions(
+    controls: MatchedControls | None,
+    neighbors: Neighbors | None,
+    dataset: Dataset,
+    sampling: Sampling,
+    own: OwnTransforms,
+) -> Companions | None:
+    """The controls and neighbours of a Loader. Raises OptionError if it cannot have them."""
+    given = controls is not None or neighbors is not None
+    if own.fetch is not None and (given or isinstance(sampling, BoundCellSets)):
         raise OptionError(
-            "fetch_transform gets the rows of several minibatches without their sets and controls: use batch_transform"
+            "fetch_transform gets the rows of several minibatches without their sets, controls and neighbours: use "
+            "batch_transform"
         )
-    if controls is None:
-        return None
-    if not isinstance(controls, MatchedControls):
+    if not isinstance(controls, MatchedControls | None):
         raise OptionError(f"controls must be a zl.MatchedControls, not {controls!r:.100}")
-    return controls.bound(dataset, sampling)
+    if not isinstance(neighbors, Neighbors | None):
+        raise OptionError(f"neighbors must be a zl.Neighbors, not {neighbors!r:.100}")
+    if not given:
+        return None
+    return Companions(
+        controls=None if controls is None else controls.bound(dataset, sampling),
+        neighbors=None if neighbors is None else neighbors.bound(dataset, sampling),
+    )
 
 
-def with_sets(convert: Convert, dataset: Dataset, sampling: Sampling, controls: BoundControls | None) -> Convert:
-    """Makes what `convert` makes, with the controls, and with the sets of the sampling, if there are any."""
+def with_sets(convert: Convert, dataset: Dataset, sampling: Sampling, companions: Companions | None) -> Convert:
+    """Makes what `convert` makes, with the companions, and with the sets of the sampling, if there are any."""
     group = list(sampling.options.group) if isinstance(sampling, BoundCellSets) else []
-    n_controls = 0 if controls is None else controls.n
-    if not group and not n_controls:
+    if not group and companions is None:
         return convert
-    return WithSets(convert=convert, dataset=dataset, n_controls=n_controls, group=group)
+    return WithSets(convert=convert, dataset=dataset, companions=companions, group=group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithSets:
-    """Makes minibatches of arrays, whose rows are followed by `n_controls` controls each.
+    """Makes minibatches of arrays, whose rows are followed by their companions.
 
-    `convert` makes a minibatch without controls and sets. Sets agree in the obs columns `group` of `dataset`.
+    `convert` makes a minibatch without companions and sets. Sets agree in the obs columns `group` of `dataset`.
     """
 
     convert: Callable[[MinibatchArrays], Minibatch]
     dataset: Dataset
-    n_controls: int
+    companions: Companions | None
     group: Sequence[str]
 
     @cached_property
@@ -258,11 +270,10 @@ class WithSets:
         return {name: self.dataset.whole.obs_column(name) for name in self.group}
 
     def __call__(self, arrays: MinibatchArrays) -> Minibatch:
-        n_rows, control = len(arrays.index) // (1 + self.n_controls), None
-        if self.n_controls:
-            control = self.convert(gather.cut(arrays, n_rows, len(arrays.index)))
-            arrays = gather.cut(arrays, 0, n_rows)
-        minibatch = replace(self.convert(arrays), control=control)
+        more: dict[str, Any] = {}
+        if self.companions is not None:
+            arrays, more = self._with(self.companions, arrays)
+        minibatch = replace(self.convert(arrays), **more)
         if not self.group:
             return minibatch
         assert arrays.sets is not None
@@ -270,6 +281,20 @@ class WithSets:
         first = arrays.index[np.flatnonzero(np.diff(sets, prepend=-1))]
         group = {name: column.labels_of(first) for name, column in self._columns.items()}
         return replace(minibatch, set_of_row=torch.from_numpy(sets), group=group)
+
+    def _with(self, companions: Companions, arrays: MinibatchArrays) -> tuple[MinibatchArrays, dict[str, Any]]:
+        """The rows without their companions, and the fields that these become."""
+        n_rows = len(arrays.index) // (1 + companions.per_row)
+        more: dict[str, Any] = {}
+        first = n_rows
+        if companions.controls is not None:
+            first += n_rows * companions.controls.n
+            more["control"] = self.convert(gather.cut(arrays, n_rows, first))
+        if companions.neighbors is not None:
+            more["neighbors"] = self.convert(gather.cut(arrays, first, len(arrays.index)))
+            weights = companions.neighbors.weights_of(arrays.index[:n_rows])
+            more["neighbor_weights"] = torch.from_numpy(weights)
+        return gather.cut(arrays, 0, n_rows), more
 
 
 def _import_before_fork(layout: str) -> None:

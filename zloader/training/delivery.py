@@ -217,8 +217,9 @@ class _Sending:
 
 
 def _x_of(minibatch: Minibatch) -> list[Any]:
-    """The x of a minibatch, and of its controls."""
-    return [minibatch.x] if minibatch.control is None else [minibatch.x, minibatch.control.x]
+    """The x of a minibatch, and of its controls and neighbours."""
+    companions = (minibatch.control, minibatch.neighbors)
+    return [minibatch.x, *(each.x for each in companions if each is not None)]
 
 
 def _tensors_of(minibatch: Minibatch) -> list[torch.Tensor]:

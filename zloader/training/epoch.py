@@ -16,7 +16,7 @@ import torch.utils.data
 
 from zloader.common.errors import ConcurrentUseError, OptionError
 from zloader.common.records import Rows, Statistics
-from zloader.order.controls import BoundControls
+from zloader.order.companions import Companions
 from zloader.order.epochs import EpochCount
 from zloader.order.plan import Plan, Remaining
 from zloader.order.resume import Position
@@ -45,18 +45,18 @@ class EpochRecord:
     requests: int = 0  # for a minibatch
     rows: int = 0
     minibatches: int = 0
-    controlled: BoundControls | None = None
+    companions: Companions | None = None
     fallback_controls: int = 0
     wait_s: float = 0.0
     elapsed_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
     def received(self, index: Rows) -> None:
-        """Counts a minibatch of the rows `index`, which are followed by their controls, if there are any."""
+        """Counts a minibatch of the rows `index`, which are followed by their companions, if there are any."""
         self.rows += len(index)
         self.minibatches += 1
-        if self.controlled is not None:
-            self.fallback_controls += self.controlled.n_from_fallback(index[: len(index) // (1 + self.controlled.n)])
+        if self.companions is not None:
+            self.fallback_controls += self.companions.n_from_fallback(index)
 
     def position(self, unused: int = 0) -> Position:
         """The consumer's position in the epoch, before the last `unused` minibatches that it has received."""

@@ -21,6 +21,7 @@ from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.cell_sets import BoundCellSets, SetCounts
 from zloader.order.controls import MatchedControls
+from zloader.order.neighbors import Neighbors
 from zloader.order.plan import Plan
 from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
@@ -31,7 +32,7 @@ from zloader.reading.fetch import FetchScheduler
 from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.selecting.genes import GenesOf
-from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_controls, with_sets
+from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_companions, with_sets
 from zloader.training.delivery import Delivered, Delivery, LentMemory, deliver
 from zloader.training.devices import Device, opened
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
@@ -124,6 +125,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     fetch_factor: int = 256
     sampling: Sampling | str | None = None
     controls: MatchedControls | None = None
+    neighbors: Neighbors | None = None
     shuffle: bool | None = None
     x: str | Sequence[str] | None = "X"
     obs: Sequence[str] = ()
@@ -164,7 +166,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._sampling = fitted(
             self._wanted_sampling, dataset=self.dataset, fetch_rows=fetch_rows, batch_size=self.batch_size
         )
-        self._controls = bound_controls(self.controls, self.dataset, self._sampling, own)
+        self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._sampling, own)
         self._progress = Progress()
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch
@@ -216,7 +218,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             machines=place.machines,
             drop_last=self.drop_last,
             remainder=self.remainder,
-            controls=self._controls,
+            companions=self._companions,
         )
 
     def _placement(self) -> RankPlacement:
@@ -266,7 +268,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             "rows": int(self.dataset.n_obs),
             "seed": int(self.seed),
             "sampling": described(self._wanted_sampling)
-            + ("" if self.controls is None else f" with {described(self.controls)}"),
+            + "".join(f" with {described(each)}" for each in (self.controls, self.neighbors) if each is not None),
             "batch_size": int(self.batch_size),
             "fetch_factor": int(self.fetch_factor),
             "drop_last": bool(self.drop_last),
@@ -324,7 +326,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             begun_at=position,
             world_size=plan.world_size,
             machines=plan.machines,
-            controlled=self._controls,
+            companions=self._companions,
         )
         self._progress.follow(record)  # before the slow steps below: another thread may ask for the state during them
 
@@ -356,8 +358,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         return scheduler.start(map(work.plan.rest_of, work.remaining), name="zloader-fetch"), scheduler.counters
 
     def _converter(self) -> Convert:
-        """Makes tensors of arrays, with sets and controls."""
-        return with_sets(self._contents.converter(), self.dataset, self._sampling, self._controls)
+        """Makes tensors of arrays, with sets and companions."""
+        return with_sets(self._contents.converter(), self.dataset, self._sampling, self._companions)
 
     def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0) -> Recipe:
         """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""

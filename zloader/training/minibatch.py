@@ -76,6 +76,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
         present: for each modality of x, which rows it has (bool), if the dataset has modalities; else None. The rows
             that a modality lacks are zeros in x.
         control: the control rows, a Minibatch of its own, if the loader has `controls`; else None.
+        neighbors: the neighbours of the rows, a Minibatch of its own, if the loader has `neighbors`; else None.
+        neighbor_weights: the weights of the neighbours, rows x k, float32; 0 where a row has fewer.
         set_of_row: the number of each row's set in the minibatch, int64, if the sampling is CellSets; else None.
         group: the labels of each set for each column that sets agree in, NumPy arrays, if the sampling is CellSets.
 
@@ -97,6 +99,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     tokens: Tokens | None = None
     present: dict[str, torch.Tensor] | None = None
     control: Minibatch | None = None
+    neighbors: Minibatch | None = None
+    neighbor_weights: torch.Tensor | None = None
     set_of_row: torch.Tensor | None = None
     group: dict[str, NDArray[Any]] | None = None
 
@@ -164,6 +168,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
             tokens=None if self.tokens is None else self.tokens.each(function),
             present={each: function(has) for each, has in self.present.items()} if self.present else None,
             control=None if self.control is None else self.control.each(function),
+            neighbors=None if self.neighbors is None else self.neighbors.each(function),
+            neighbor_weights=None if self.neighbor_weights is None else function(self.neighbor_weights),
             set_of_row=None if self.set_of_row is None else function(self.set_of_row),
         )
 

@@ -25,7 +25,8 @@ from zloader.conversion.checking.differences import (
     name_differences,
 )
 from zloader.conversion.checking.hierarchy import Findings, Hierarchy
-from zloader.conversion.joining.content import Content, ShuffledContent, arranged
+from zloader.conversion.joining.content import Content, RearrangedContent
+from zloader.conversion.joining.row_order import arranged
 from zloader.conversion.joining.selection import RENAMED, Selection, genes_by_of
 from zloader.conversion.sources.anndata_input import StoredInput
 from zloader.conversion.sources.inputs import Input
@@ -50,11 +51,11 @@ class Comparison:
     def run(self, inputs: Sequence[Input], memory: int | str, genes_by: GenesBy = None) -> None:
         """Reports the first difference of every element. Genes are named by `genes_by`, or as the store records."""
         self._check_sources(inputs)
-        options = ConvertOptions(memory=memory, shuffle_seed=self._provenance.get("shuffle_seed"))
+        recorded: dict[str, Any] = {name: self._provenance.get(name) for name in ("shuffle_seed", "order")}
+        options = ConvertOptions(memory=memory, **recorded)
         with self._reporting(AGAINST):
-            self._content = arranged(
-                Content(inputs, self._selection(genes_by)), options.shuffle_seed, bucket_bytes=options.window
-            )
+            content = Content(inputs, self._selection(genes_by))
+            self._content = arranged(content, **recorded, bucket_bytes=options.window)
             self._store = StoredInput(self._dataset.store.root, self._dataset.store.location.url, "", objects=[])
             self._compare_obs()
             self._compare_var(options)
@@ -109,7 +110,7 @@ class Comparison:
             n_both = min(len(found), len(wanted))
             if len(found) != len(wanted):
                 self._findings.add("obs", f"has {len(found)} rows, but {len(wanted)} in the sources")
-            if len(found) == len(wanted) or not isinstance(self._content, ShuffledContent):
+            if len(found) == len(wanted) or not isinstance(self._content, RearrangedContent):
                 what = column_difference(wanted[:n_both], found[:n_both], "row")
                 self._add_all([("obs", f"names: {what}")] if what else [])
             names = self._content.obs_columns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Any
 
@@ -26,7 +26,6 @@ from zloader.conversion.joining.union import NOTHING, is_storable, kind_of, stor
 from zloader.conversion.sources.inputs import Input, Problems, by_source, refuse_unknown
 from zloader.conversion.sources.shuffle import ShuffledMatrix
 from zloader.conversion.sources.windows import SourceMatrix
-from zloader.order.permutation import key_of, permute
 
 SOURCE_ROW = "source_row"  # the obs column with the original row number of each row of shuffled content
 
@@ -129,6 +128,25 @@ class Content:
                 "Convert it to one type, or list the columns to store with "
                 "select=zl.Selection(obs=[...]) (--obs a,b)"
             )
+
+    @property
+    def source_bounds(self) -> Rows:
+        """The first row of each source, and the row after the last."""
+        return np.append(0, np.cumsum([source.n_rows for source in self._sources], dtype=np.int64))
+
+    @property
+    def obsm_names(self) -> list[str]:
+        """The names in obsm that every source has."""
+        first, *others = (set(source.keys("obsm")) for source in self._sources)
+        return sorted(first.intersection(*others))
+
+    def obsm_array(self, name: str) -> Any:
+        """An array of obsm over the rows of all sources. Raises SourceError if its dimensions differ."""
+        arrays = [np.asarray(source.element(f"obsm/{name}")) for source in self._sources]
+        if len({array.shape[1:] for array in arrays}) > 1:
+            shapes = {source.name: str(array.shape) for source, array in zip(self._sources, arrays, strict=True)}
+            raise SourceError(f"obsm/{name} cannot be joined: it has the shape {by_source(shapes)}")
+        return np.concatenate(arrays)
 
     def obs_names(self) -> pd.Index:
         """The names of all rows. The index keeps its name if all sources agree on it."""
@@ -241,20 +259,20 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class ShuffledContent:
-    """A Content with its rows permuted pseudo-randomly by `seed`.
+class RearrangedContent:
+    """A Content with its rows in another order.
 
     Raises OptionError if obs already has a column `source_row`.
     """
 
-    def __init__(self, content: Content, seed: int, *, bucket_bytes: int) -> None:
-        """`bucket_bytes` bounds the memory for sorting rows."""
+    def __init__(self, content: Content, positions: Callable[[Rows], Rows], *, bucket_bytes: int) -> None:
+        """`positions` gives the new positions of source rows. `bucket_bytes` bounds the memory for sorting rows."""
         if SOURCE_ROW in content.obs_columns:
             raise OptionError(
                 f"obs already has a column {SOURCE_ROW!r}: choose other columns with "
                 "select=zl.Selection(obs=[...]) (--obs)"
             )
-        self._content, self._key, self._bucket_bytes = content, key_of(seed), bucket_bytes
+        self._content, self._positions, self._bucket_bytes = content, positions, bucket_bytes
         self.n_rows, self.var, self.raw_var, self.dropped = (
             content.n_rows,
             content.var,
@@ -262,10 +280,6 @@ class ShuffledContent:
             content.dropped,
         )
         self.obs_columns = [*content.obs_columns, SOURCE_ROW]
-
-    def _positions(self, rows: Rows) -> Rows:
-        """The new positions of source rows."""
-        return permute(rows, self.n_rows, self._key)
 
     @cached_property
     def _order(self) -> Rows:
@@ -286,7 +300,7 @@ class ShuffledContent:
         return self._content.obs_column(name).iloc[self._order]
 
     def matrices(self, window_bytes: int) -> Iterator[SourceMatrix]:
-        """The matrices of `Content.matrices`, each shuffled out of core."""
+        """The matrices of `Content.matrices`, each rearranged out of core."""
         for matrix in self._content.matrices(window_bytes):
             square = matrix.name.startswith("obsp/")
             yield ShuffledMatrix(matrix, self._positions, window_bytes=self._bucket_bytes, columns=square)
@@ -304,8 +318,3 @@ class ShuffledContent:
             return element.iloc[self._order]
         rows = element.tocsr()[self._order] if scipy.sparse.issparse(element) else element[self._order]
         return rows[:, self._order] if columns else rows
-
-
-def arranged(content: Content, shuffle_seed: int | None, *, bucket_bytes: int) -> Content | ShuffledContent:
-    """The content in the order to store it in: shuffled if `shuffle_seed` is given."""
-    return content if shuffle_seed is None else ShuffledContent(content, shuffle_seed, bucket_bytes=bucket_bytes)

@@ -47,6 +47,8 @@ class AppendPlan:
         self._recorded, self._select = dict(recorded), dict(recorded.get("select", {}))
         if self._recorded.get("shuffle_seed") is not None:
             raise StoreError(f"the rows of {self._url} are shuffled, but appended rows would not be: {TOGETHER}")
+        if self._recorded.get("order") is not None:
+            raise StoreError(f"the rows of {self._url} lie along a curve, but appended rows would not: {TOGETHER}")
         self._parts = {part: sorted(self._root[part]) for part in ("layers", "obsm", "obsp") if part in self._root}
         self._names = [*dataset.matrix_names, *(f"obsm/{name}" for name in self._parts.get("obsm", []))]
         self._columns = dataset.obs_columns

@@ -23,7 +23,7 @@ from zarr.storage import MemoryStore
 
 from zloader.common.errors import SourceError, StoreError, ZloaderError
 from zloader.common.options import MiB
-from zloader.conversion.joining.content import Content, ShuffledContent
+from zloader.conversion.joining.content import Content, RearrangedContent
 from zloader.conversion.joining.union import is_storable, kind_of, storable
 from zloader.conversion.sources.nodes import require_names
 from zloader.conversion.writing.encode import ConvertOptions, grid, small_codecs
@@ -65,7 +65,7 @@ class ElementWriter:
         self._options, self._of = options, of
         self._groups = {"": root}  # by path
 
-    def write_content(self, content: Content | ShuffledContent) -> None:
+    def write_content(self, content: Content | RearrangedContent) -> None:
         """Stores everything but the matrices, one obs column or element in memory at a time."""
         columns = ((name, content.obs_column(name)) for name in content.obs_columns)
         self.write_frame("obs", content.obs_names(), columns, content.obs_columns)

@@ -8,6 +8,7 @@ memory, compared with a few chunks here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,8 @@ class ConvertOptions:
     - `memory`: limit on the resident memory of the whole process, including about 250 MiB for the interpreter and the
       libraries; at least "384MiB". A higher limit speeds up only CSC sources and shuffling on slow disks.
     - `shuffle_seed`: shuffle the rows with this seed; the obs column `source_row` records their original positions.
+    - `order`: `"hilbert:spatial"` stores the rows of each source along a Hilbert curve through the coordinates in
+      `obsm["spatial"]`, so that cells near each other lie near each other; `source_row` as with `shuffle_seed`.
     - `window_bytes`: bytes of values and indices to sort at once; derived from `memory` by default. Matrices that need
       no sorting are read 16 MiB at a time.
 
@@ -91,6 +94,7 @@ class ConvertOptions:
     preserve_dtype: bool = False
     memory: int | str = "1GiB"  # it bounds the size of windows and sorted pieces
     shuffle_seed: int | None = None
+    order: str | None = None
     window_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +103,13 @@ class ConvertOptions:
             require_count(window_bytes=self.window_bytes)
         if self.shuffle_seed is not None:
             require_whole(0, shuffle_seed=self.shuffle_seed)
+        if self.order is not None:
+            if not isinstance(self.order, str) or not re.fullmatch("hilbert:.+", self.order):
+                raise OptionError(
+                    f"order must be 'hilbert:NAME', with the name of an array of obsm, not {self.order!r:.100}"
+                )
+            if self.shuffle_seed is not None:
+                raise OptionError("the rows can be shuffled or ordered along a curve: give shuffle_seed or order")
         if parse_size(self.memory, "memory") < _LEAST_MEMORY:
             raise OptionError(f"memory must be at least {_LEAST_MEMORY >> 20}MiB, not {self.memory!r}")
         require_one_of(CODECS, codec=self.codec)
