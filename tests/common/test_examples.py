@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse
 from helpers import counts
 
 import zloader as zl
@@ -24,7 +25,10 @@ MODULES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with cells.h5ad and atlas.zarr, 300 cells of three types, and other.zarr, 100 cells of other genes."""
+    """A folder with cells.h5ad and atlas.zarr, 300 cells of three types, and other.zarr, 100 cells of other genes.
+
+    spatial.zarr has the latter with a graph.
+    """
     adata = counts(300, 20)
     adata.obs["cell_type"] = pd.Categorical(np.tile(["T", "B", "NK"], 100))
     folder = tmp_path_factory.mktemp("examples")
@@ -33,6 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = adata[:100].copy()
     other.var_names = [*adata.var_names[5:], *(f"other {number}" for number in range(5))]
     zl.convert(other, folder / "other.zarr", progress=False)
+    other.obsp["connectivities"] = scipy.sparse.random(100, 100, 0.1, "csr", random_state=0)
+    zl.convert(other, folder / "spatial.zarr", progress=False)
     return folder
 
 

@@ -89,9 +89,7 @@ def _loader_of(dataset: Dataset, fields: Sequence[str], options: Mapping[str, An
         or options.get("neighbors") is not None
         or (isinstance(sampling, Sampling) and sampling.set_size is not None)
     ):
-        raise OptionError(
-            "zr.read has no sets, controls or neighbours, which are parts of minibatches: take zr.stream"
-        )
+        raise OptionError("zr.read has no sets, controls or neighbours, which are parts of minibatches: take zr.stream")
     groups = {group: [name.removeprefix(group) for name in fields if name.startswith(group)] for group in _GROUPS}
     matrices = [name for name in fields if name != "obs_names" and not name.startswith(_GROUPS)]
     options = {"batch_size": 1024, "fetch_factor": 16, "rank": 0, "world_size": 1} | dict(options)

@@ -79,6 +79,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             in order), `"mixture_of_scanners"`, and `"random"` (BlockShuffling with blocks of one row).
         controls: zl.MatchedControls, for control rows that agree with each row: `minibatch.control`. A fetch has them
             in addition to its `batch_size * fetch_factor` rows.
+        neighbors: zl.Neighbors, for the nearest rows of each row in a graph of obsp: `minibatch.neighbors`. A fetch has
+            them in addition, too.
         shuffle: False yields the rows in order, for validation and prediction; it is `sampling="streaming"`. True is
             the default order.
         x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix; `"rna:X"` of a modality. A list
