@@ -70,7 +70,7 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
                 which = f"source {number}" if label is None else repr(label)
                 inputs.append(MemoryInput(source, "the AnnData in memory" + f" ({which})" * (not alone), "adata"))
             elif isinstance(source, RowSource):
-                inputs.append(RowInput(source, type(source).__name__ + f" (source {number})" * (not alone)))
+                inputs.append(RowInput.of_rows(source, type(source).__name__ + f" (source {number})" * (not alone)))
             else:
                 for location in source_locations(source, storage_options or {}):
                     inputs.extend(map(opened.enter_context, _open(location, cache)))
