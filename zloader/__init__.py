@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from zloader.conversion.convert import ConversionReport, convert
     from zloader.conversion.example import example_h5ad
     from zloader.conversion.joining.selection import Selection
+    from zloader.conversion.sources.parquet import Parquet
     from zloader.conversion.sources.row_source import RowSource
     from zloader.conversion.verify import Verification, verify
     from zloader.conversion.writing.encode import ConvertOptions
@@ -78,6 +79,7 @@ __all__ = [
     "Mixture",
     "MixtureOfScanners",
     "PackedRows",
+    "Parquet",
     "Quality",
     "RowSource",
     "Sampling",
@@ -119,6 +121,7 @@ _MODULES = {
     "Mixture": "zloader.order.mixture",
     "MixtureOfScanners": "zloader.order.shuffling",
     "PackedRows": "zloader.training.packed",
+    "Parquet": "zloader.conversion.sources.parquet",
     "Quality": "zloader.insight.quality",
     "Sampling": "zloader.order.sampling",
     "RowSource": "zloader.conversion.sources.row_source",

@@ -78,6 +78,9 @@ class Bars:
         self._bars = bars
 
     def add(self, description: str, total: int | None) -> Callable[[int], None]:
-        """Adds a bar. `total` is None if it is not known. Call the result with the number of values, or other units, finished since the previous call."""
+        """Adds a bar. `total` is None if it is not known.
+
+        Call the result with the number of values, or other units, finished since the previous call.
+        """
         task = self._bars.add_task(description, total=total)
         return lambda done: self._bars.advance(task, done)

@@ -27,13 +27,17 @@ from zloader.common.messages import listed
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
 from zloader.conversion.sources.nodes import Node, reading
+from zloader.conversion.sources.parquet import Parquet
 from zloader.conversion.sources.row_source import RowInput, RowSource
+from zloader.conversion.sources.source_format import SourceFormat, library
 
 __all__ = ["Input", "Source", "Sources", "open_inputs"]
 
-Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource
+Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource | SourceFormat
 Sources: TypeAlias = Source | Sequence[Source] | Mapping[str, Source]  # a mapping has the labels of the sources
 
+_FORMATS: Sequence[type[SourceFormat]] = (Parquet,)
+_ONE = (str, os.PathLike, ad.AnnData, RowSource, SourceFormat)
 _COLLECTION = "annbatch-preshuffled"
 _NOT_A_LIST = (str, bytes, os.PathLike, ad.AnnData, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)
 
@@ -46,7 +50,7 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     the fsspec options for remote sources. Only metadata are read, except for 10x matrices, which are read as a whole.
     Raises StoreNotFoundError, AccessDeniedError, SourceError, OptionError or ReadError.
     """
-    alone = isinstance(sources, (str, os.PathLike, ad.AnnData, RowSource))
+    alone = isinstance(sources, _ONE)
     given: list[Any] = [sources]
     if isinstance(sources, Iterable) and not alone and not isinstance(sources, _NOT_A_LIST):
         given = list(sources.values() if isinstance(sources, Mapping) else sources)
@@ -56,10 +60,10 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     if not given:
         raise OptionError("the list of sources is empty: pass at least one source")
     for source in given:
-        if not isinstance(source, (str, os.PathLike, ad.AnnData, RowSource)):
+        if not isinstance(source, _ONE):
             raise OptionError(
-                "sources must be paths, URLs, AnnData in memory or a zl.RowSource, a list of them, or a mapping from "
-                f"labels to them, not {type(source).__name__}"
+                "sources must be paths, URLs, AnnData in memory, zl.Parquet or a zl.RowSource, a list of them, or a "
+                f"mapping from labels to them, not {type(source).__name__}"
             )
     cache = BlockCache()
     with contextlib.ExitStack() as opened:
@@ -72,8 +76,7 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
             elif isinstance(source, RowSource):
                 inputs.append(RowInput.of_rows(source, type(source).__name__ + f" (source {number})" * (not alone)))
             else:
-                for location in source_locations(source, storage_options or {}):
-                    inputs.extend(map(opened.enter_context, _open(location, cache)))
+                inputs.extend(map(opened.enter_context, _located(source, storage_options or {}, cache)))
             for one in inputs[first:] if label is not None else []:
                 one.label = label if len(inputs) == first + 1 else f"{label}/{one.label}"
         opened.pop_all()
@@ -108,6 +111,19 @@ def make_labels_unique(inputs: Iterable[Input], taken: set[str]) -> None:
         taken.add(source.label)
 
 
+def _located(source: Any, storage_options: Mapping[str, Any], cache: BlockCache) -> Iterator[Input]:
+    """The sources that a SourceFormat, a path, a URL or a glob names."""
+    if isinstance(source, SourceFormat):
+        yield source.open(storage_options)
+        return
+    named = next((kind for kind in _FORMATS if kind.is_named(os.fspath(source))), None)
+    if named is not None:
+        yield named(source).open(storage_options)
+        return
+    for location in source_locations(source, storage_options):
+        yield from _open(location, cache)
+
+
 def _open(location: SourceLocation, cache: BlockCache) -> Iterator[Input]:
     if location.has("zarr.json", ".zgroup"):
         yield from _open_zarr(location)
@@ -115,10 +131,13 @@ def _open(location: SourceLocation, cache: BlockCache) -> Iterator[Input]:
         yield _open_hdf5(location, cache)
     elif location.has(*MATRIX_FILES):
         yield _in_memory(location, "read_10x_mtx")
+    elif kind := next((kind for kind in _FORMATS if kind.is_in(location.names())), None):
+        yield kind(location.url).open(location.storage_options)
     else:
         raise SourceError(
             f"{location.name} is a directory, but neither a Zarr group (there is no zarr.json or .zgroup: perhaps its "
-            f"conversion did not finish) nor a 10x matrix (there is no {' or '.join(MATRIX_FILES)})"
+            f"conversion did not finish) nor a 10x matrix (there is no {' or '.join(MATRIX_FILES)}), and has no "
+            f"{' or '.join(kind.marks[0] for kind in _FORMATS)}"
         )
 
 
@@ -196,22 +215,11 @@ def read_10x(location: SourceLocation, reader: str) -> Any:
     """
     if not location.is_local:
         raise SourceError(f"{location.name} holds a 10x matrix, which can only be read from a local disk: download it")
-    scanpy = _scanpy(location)
+    scanpy = library("scanpy", source=f"{location.name} holds a 10x matrix, which", extra="scanpy")
     keep_all = {"gex_only": False} if reader == "read_10x_h5" else {"gex_only": False, "make_unique": False}
     with reading(location.name, "cannot be read by scanpy as a 10x matrix"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # repeated names are reported when genes are joined
         return getattr(scanpy, reader)(location.path, **keep_all)
-
-
-def _scanpy(location: SourceLocation) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # raised by libraries during the import
-        try:
-            return importlib.import_module("scanpy")
-        except ImportError as error:
-            raise SourceError(
-                f'{location.name} holds a 10x matrix, which is read by scanpy: pip install "zloader[scanpy]"'
-            ) from error
 
 
 class Problems:

@@ -5,8 +5,7 @@ Formats that zloader knows are read through the same port, in blocks of rows, se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import anndata as ad
@@ -64,8 +63,13 @@ class RowSource(Protocol):
 class ObsTable(Protocol):
     """obs read one column at a time. A data frame is one."""
 
-    columns: Sequence[str]
-    index: pd.Index
+    @property
+    def columns(self) -> Sequence[str]:
+        """The names of the columns."""
+
+    @property
+    def index(self) -> pd.Index:
+        """The names of the cells."""
 
     def __getitem__(self, name: str) -> pd.Series:
         """A column."""
@@ -79,13 +83,19 @@ class BlockSource(Protocol):
     """
 
     n_obs: int
-    obs: ObsTable
     var: pd.DataFrame
     n_values: int | None
     fingerprint: str | None
 
+    @property
+    def obs(self) -> ObsTable:
+        """obs."""
+
     def blocks(self, first_row: int) -> Iterator[Any]:
         """The rows from `first_row` on, as CSR matrices of consecutive rows in one dtype."""
+
+    def close(self) -> None:
+        """Closes files."""
 
 
 class _RowBlocks:
@@ -117,6 +127,9 @@ class _RowBlocks:
             row_bytes = (counts.data.nbytes + counts.indices.nbytes) / (stop - start)
             start, step = stop, max(1, int(MOST_BYTES / max(_ROW_BYTES, row_bytes)))
 
+    def close(self) -> None:
+        """Files that the user has opened are the user's."""
+
 
 class RowInput(Input):
     """A source that is read in blocks of rows. Its var is in memory."""
@@ -125,7 +138,7 @@ class RowInput(Input):
 
     def __init__(self, source: BlockSource, name: str, label: str, *, objects: Objects | None = None) -> None:
         super().__init__(name, label, objects or [])
-        self._source = source
+        self._source, self._block = source, None
         obs = source.obs
         self._obs = ad.AnnData(obs=obs).obs if isinstance(obs, pd.DataFrame) else obs  # names as anndata has them
         self._var = ad.AnnData(var=source.var).var
@@ -142,6 +155,9 @@ class RowInput(Input):
         fingerprint = self._source.fingerprint
         name = self.name.rstrip("/").rpartition("/")[2]
         return {} if fingerprint is None else {"name": name, "bytes": self.bytes_in, "digest": str(fingerprint)}
+
+    def close(self) -> None:
+        self._source.close()
 
     def obs_names(self) -> pd.Index:
         return self._obs.index
@@ -170,17 +186,18 @@ class RowInput(Input):
     def element(self, path: str) -> Any:
         return self.node(path).native
 
-    @cached_property
-    def _dtypes(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
-        """The dtypes of the values and the genes, as the first block has them."""
-        with reading(self.name):
-            first = next(self._source.blocks(0), None) if self.n_rows else None
-        return (np.dtype(np.float32), np.dtype(np.int32)) if first is None else (first.dtype, first.indices.dtype)
+    def _first(self) -> Any:
+        """The first block, which has the dtypes of all."""
+        if self._block is None:
+            with reading(self.name):
+                first = next(self._source.blocks(0), None) if self.n_rows else None
+            self._block = scipy.sparse.csr_matrix((0, self.n_genes), dtype=np.float32) if first is None else first[:0]
+        return self._block
 
     def matrix(self, path: str, name: str, *, shape: tuple[int, int], window_bytes: int) -> SourceMatrix:
         if path != "X":
             raise self._missing(path, ["X", "obs", "var"])
-        return _RowMatrix(self._source, self.name, name, self._dtypes, window_bytes=window_bytes)
+        return _RowMatrix(self._source, self.name, name, self._first(), window_bytes=window_bytes)
 
 
 class _RowMatrix(SourceMatrix):
@@ -194,13 +211,13 @@ class _RowMatrix(SourceMatrix):
         source: BlockSource,
         source_name: str,
         name: str,
-        dtypes: tuple[np.dtype[Any], np.dtype[Any]],
+        first: Any,
         *,
         window_bytes: int,
     ) -> None:
         super().__init__(name, n_rows=source.n_obs, n_genes=len(source.var))
         self._source, self._at, self.n_stored = source, f"{source_name}: rows", source.n_values
-        self.dtype, self.genes_dtype = dtypes
+        self.dtype, self.genes_dtype = first.dtype, first.indices.dtype
         self._most = max(1, min(window_bytes, MOST_BYTES) // (self.dtype.itemsize + self.genes_dtype.itemsize))
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
