@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from zloader.conversion.joining.selection import Selection
     from zloader.conversion.sources.parquet import Parquet
     from zloader.conversion.sources.row_source import RowSource
+    from zloader.conversion.sources.soma import Soma
     from zloader.conversion.verify import Verification, verify
     from zloader.conversion.writing.encode import ConvertOptions
     from zloader.dataset.dataset import Dataset, View
@@ -84,6 +85,7 @@ __all__ = [
     "RowSource",
     "Sampling",
     "Selection",
+    "Soma",
     "Statistics",
     "Streaming",
     "Suggestion",
@@ -126,6 +128,7 @@ _MODULES = {
     "Sampling": "zloader.order.sampling",
     "RowSource": "zloader.conversion.sources.row_source",
     "Selection": "zloader.conversion.joining.selection",
+    "Soma": "zloader.conversion.sources.soma",
     "Statistics": "zloader.common.records",
     "Streaming": "zloader.order.shuffling",
     "Suggestion": "zloader.insight.suggest",

@@ -29,6 +29,7 @@ from zloader.conversion.sources.locations import BlockCache, SourceLocation, sou
 from zloader.conversion.sources.nodes import Node, reading
 from zloader.conversion.sources.parquet import Parquet
 from zloader.conversion.sources.row_source import RowInput, RowSource
+from zloader.conversion.sources.soma import Soma
 from zloader.conversion.sources.source_format import SourceFormat, library
 
 __all__ = ["Input", "Source", "Sources", "open_inputs"]
@@ -36,7 +37,7 @@ __all__ = ["Input", "Source", "Sources", "open_inputs"]
 Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource | SourceFormat
 Sources: TypeAlias = Source | Sequence[Source] | Mapping[str, Source]  # a mapping has the labels of the sources
 
-_FORMATS: Sequence[type[SourceFormat]] = (Parquet,)
+_FORMATS: Sequence[type[SourceFormat]] = (Parquet, Soma)
 _ONE = (str, os.PathLike, ad.AnnData, RowSource, SourceFormat)
 _COLLECTION = "annbatch-preshuffled"
 _NOT_A_LIST = (str, bytes, os.PathLike, ad.AnnData, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)
@@ -62,8 +63,8 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     for source in given:
         if not isinstance(source, _ONE):
             raise OptionError(
-                "sources must be paths, URLs, AnnData in memory, zl.Parquet or a zl.RowSource, a list of them, or a "
-                f"mapping from labels to them, not {type(source).__name__}"
+                "sources must be paths, URLs, AnnData in memory, zl.Parquet, zl.Soma or a zl.RowSource, a list of "
+                f"them, or a mapping from labels to them, not {type(source).__name__}"
             )
     cache = BlockCache()
     with contextlib.ExitStack() as opened:
