@@ -26,6 +26,7 @@ from zloader.common.errors import OptionError, SourceError, ZloaderError
 from zloader.common.messages import listed
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
+from zloader.conversion.sources.modality import ModalityInput, is_mudata, split_modality, whole_of
 from zloader.conversion.sources.nodes import Node, reading
 from zloader.conversion.sources.parquet import Parquet
 from zloader.conversion.sources.row_source import RowInput, RowSource
@@ -121,15 +122,16 @@ def _located(source: Any, storage_options: Mapping[str, Any], cache: BlockCache)
     if named is not None:
         yield named(source).open(storage_options)
         return
-    for location in source_locations(source, storage_options):
-        yield from _open(location, cache)
+    file, modality = split_modality(os.fspath(source))
+    for location in source_locations(file, storage_options):
+        yield from _open(location, cache, modality)
 
 
-def _open(location: SourceLocation, cache: BlockCache) -> Iterator[Input]:
+def _open(location: SourceLocation, cache: BlockCache, modality: str | None) -> Iterator[Input]:
     if location.has("zarr.json", ".zgroup"):
-        yield from _open_zarr(location)
+        yield from _open_zarr(*_whole_and_modality(location, modality))
     elif location.entry()["type"] != "directory":
-        yield _open_hdf5(location, cache)
+        yield _open_hdf5(location, cache, modality)
     elif location.has(*MATRIX_FILES):
         yield _in_memory(location, "read_10x_mtx")
     elif kind := next((kind for kind in _FORMATS if kind.is_in(location.names())), None):
@@ -142,11 +144,17 @@ def _open(location: SourceLocation, cache: BlockCache) -> Iterator[Input]:
         )
 
 
+def _whole_and_modality(location: SourceLocation, modality: str | None) -> tuple[SourceLocation, str | None]:
+    """The MuData Zarr that a location is within, and the modality; the location itself if it is not in one."""
+    above = whole_of(location)
+    return above if above is not None and above[0].has("zarr.json", ".zgroup") else (location, modality)
+
+
 def _in_memory(location: SourceLocation, reader: str) -> Input:
     return MemoryInput(read_10x(location, reader), location.name, location.label, objects=location.objects())
 
 
-def _open_hdf5(location: SourceLocation, cache: BlockCache) -> Input:
+def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None) -> Input:
     with contextlib.suppress(ImportError):
         importlib.import_module("hdf5plugin")  # registers blosc and other filters with HDF5
     with reading(location.name, "cannot be opened"):
@@ -162,12 +170,16 @@ def _open_hdf5(location: SourceLocation, cache: BlockCache) -> Input:
         opened.enter_context(file)
         if is_10x(Node(file, location.name)):
             return _in_memory(location, "read_10x_h5")
-        found = StoredInput(file, location.name, location.label, objects=location.objects(), close=file.close)
+        found: Input
+        if modality is not None or is_mudata(Node(file, location.name)):
+            found = ModalityInput(file, location, modality, objects=location.objects(), close=file.close)
+        else:
+            found = StoredInput(file, location.name, location.label, objects=location.objects(), close=file.close)
         opened.pop_all()
     return found
 
 
-def _open_zarr(location: SourceLocation) -> list[Input]:
+def _open_zarr(location: SourceLocation, modality: str | None) -> list[Input]:
     objects = location.objects()
     sizes = {key: size for key, size, _ in objects} if location.can_be_listed else {}
     store = ListedStore(location.zarr_store(), location.name, sizes, all_listed=location.can_be_listed)
@@ -185,6 +197,8 @@ def _open_zarr(location: SourceLocation) -> list[Input]:
             f"{location.name} has no consolidated metadata, and a web server cannot list objects: run "
             "zarr.consolidate_metadata on it"
         )
+    if modality is not None or is_mudata(Node(root, location.name)):
+        return [ModalityInput(root, location, modality, objects=objects)]
     if attributes.get("encoding-type") != _COLLECTION:
         return [StoredInput(root, location.name, location.label, objects=objects)]
     datasets = [name for name in Node(root, location.name).names() if name.startswith("dataset_")]
