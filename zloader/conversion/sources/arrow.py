@@ -43,6 +43,13 @@ def is_text(found: Any) -> bool:
     return bool(pa.types.is_string(found) or pa.types.is_large_string(found))
 
 
+def is_list(found: Any) -> bool:
+    """Whether this is a type of Arrow for lists."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_nested(found))
+
+
 def _series(column: Any, as_text: bool, name: str) -> pd.Series:
     """A chunked array as a column of obs: text with repeated values as a categorical, as AnnData stores it.
 

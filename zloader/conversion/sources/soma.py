@@ -17,7 +17,7 @@ from zloader.conversion.sources.locations import Objects, source_locations
 from zloader.conversion.sources.nodes import reading
 from zloader.conversion.sources.row_source import RowInput
 from zloader.conversion.sources.soma_rows import NEEDS, SomaRows
-from zloader.conversion.sources.source_format import Place, SourceFormat, library
+from zloader.conversion.sources.source_format import Place, SourceFormat, library, s3_access
 
 _BUFFER_BYTES = 32 * MiB  # per column; the library takes 1 GiB
 
@@ -89,16 +89,11 @@ def _one(collection: Any, wanted: str | None, option: str, at: str) -> str:
 
 def _config(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of TileDB for these options of s3fs."""
-    client = storage_options.get("client_kwargs", {})
-    endpoint = storage_options.get("endpoint_url") or client.get("endpoint_url")
-    scheme, _, host = (endpoint or "").partition("://")
-    given = {
-        "aws_access_key_id": storage_options.get("key"),
-        "aws_secret_access_key": storage_options.get("secret"),
-        "aws_session_token": storage_options.get("token"),
-        "region": client.get("region_name"),
-        "no_sign_request": "true" if storage_options.get("anon") else None,
-        **({"endpoint_override": host, "scheme": scheme, "use_virtual_addressing": "false"} if endpoint else {}),
-    }
-    s3 = {f"vfs.s3.{name}": value for name, value in given.items() if value is not None}
+    given = s3_access(storage_options)
+    scheme, _, host = given.pop("endpoint", "").partition("://")
+    if host:
+        given |= {"endpoint_override": host, "scheme": scheme, "use_virtual_addressing": "false"}
+    names = {"access_key_id": "aws_access_key_id", "secret_access_key": "aws_secret_access_key"}
+    names |= {"session_token": "aws_session_token", "skip_signature": "no_sign_request"}
+    s3 = {f"vfs.s3.{names.get(name, name)}": value for name, value in given.items()}
     return s3 | {"soma.init_buffer_bytes": _BUFFER_BYTES}

@@ -55,3 +55,17 @@ def library(module: str, *, source: str, extra: str) -> Any:
         except ImportError as error:
             name = module.partition(".")[0]
             raise SourceError(f'{source} is read by {name}: pip install "zloader[{extra}]" ({error})') from error
+
+
+def s3_access(storage_options: Mapping[str, Any]) -> dict[str, str]:
+    """What options of s3fs say about access, by the names that Lance and TileDB have for it, as text."""
+    client = storage_options.get("client_kwargs", {})
+    given = {
+        "access_key_id": storage_options.get("key"),
+        "secret_access_key": storage_options.get("secret"),
+        "session_token": storage_options.get("token"),
+        "region": client.get("region_name"),
+        "endpoint": storage_options.get("endpoint_url") or client.get("endpoint_url"),
+        "skip_signature": "true" if storage_options.get("anon") else None,
+    }
+    return {name: str(value) for name, value in given.items() if value}
