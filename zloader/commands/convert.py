@@ -35,7 +35,7 @@ class ConvertFlags:
         typer.Argument(
             metavar="SRC...",
             help="Paths, URLs or globs of .h5ad, AnnData Zarr, annbatch collections, 10x .h5 or .mtx directories, "
-            "Parquet files, SOMA experiments or SLAF.",
+            "Parquet files, SOMA experiments, SLAF or SCDL.",
             show_default=False,
         ),
     ]

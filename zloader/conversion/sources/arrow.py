@@ -9,7 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from zloader.common.errors import StoreError
+from zloader.common.errors import SourceError, StoreError
+from zloader.common.messages import listed
+
+_GENE_NAMES = ("ensembl_id", "feature_id", "gene_symbol", "gene_name", "feature_name")  # the first of them names genes
 
 
 class ArrowObs:
@@ -91,6 +94,15 @@ def spilled(types: Mapping[str, Any], tables: Iterable[Any]) -> Any:
                     "larger disk"
                 ) from error
     return pq.ParquetFile(file, read_dictionary=[name for name, found in types.items() if is_text(found)])
+
+
+def named_genes(frame: pd.DataFrame, at: str) -> pd.DataFrame:
+    """A table of genes as var: its index is the first column that names each gene differently. Raises SourceError."""
+    text = [name for name in frame if pd.api.types.infer_dtype(frame[name], skipna=False) == "string"]
+    unique = [name for name in dict.fromkeys([*_GENE_NAMES, *text]) if name in text and frame[name].is_unique]
+    if not unique:
+        raise SourceError(f"{at} has no column of text that names each gene uniquely. It has {listed(frame)}")
+    return frame.set_index(unique[0])
 
 
 def digest_of(*parts: Any) -> str:

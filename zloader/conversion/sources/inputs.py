@@ -30,6 +30,7 @@ from zloader.conversion.sources.modality import ModalityInput, is_mudata, split_
 from zloader.conversion.sources.nodes import Node, reading
 from zloader.conversion.sources.parquet import Parquet
 from zloader.conversion.sources.row_source import RowInput, RowSource
+from zloader.conversion.sources.scdl import Scdl
 from zloader.conversion.sources.slaf import Slaf
 from zloader.conversion.sources.soma import Soma
 from zloader.conversion.sources.source_format import SourceFormat, library
@@ -39,7 +40,7 @@ __all__ = ["Input", "Source", "Sources", "open_inputs"]
 Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource | SourceFormat
 Sources: TypeAlias = Source | Sequence[Source] | Mapping[str, Source]  # a mapping has the labels of the sources
 
-_FORMATS: Sequence[type[SourceFormat]] = (Parquet, Soma, Slaf)
+_FORMATS: Sequence[type[SourceFormat]] = (Parquet, Soma, Slaf, Scdl)
 _ONE = (str, os.PathLike, ad.AnnData, RowSource, SourceFormat)
 _COLLECTION = "annbatch-preshuffled"
 _NOT_A_LIST = (str, bytes, os.PathLike, ad.AnnData, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)

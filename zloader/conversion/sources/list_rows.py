@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy.sparse
 from numpy.typing import NDArray
 
 from zloader.common.errors import SourceError
@@ -24,7 +23,7 @@ from zloader.conversion.sources.arrow import ArrowObs, is_text, spilled
 from zloader.conversion.sources.locations import BlockCache
 from zloader.conversion.sources.nodes import reading
 from zloader.conversion.sources.parquet_file import NEEDS, ListFile, opened
-from zloader.conversion.sources.row_source import MOST_BYTES
+from zloader.conversion.sources.row_source import MOST_BYTES, csr_of
 
 _MARKER = (1, -2)  # the gene and the value that begin each row of Tahoe-100M
 
@@ -130,7 +129,7 @@ class ListRows:
                 f"{file}: row {row + _row_of(at, indptr)} has the value {values[at]} for gene {genes[at]}, but counts "
                 "are not negative"
             )
-        return scipy.sparse.csr_matrix((values, positions, indptr), (len(indptr) - 1, len(self.var)))
+        return csr_of(values, positions, indptr, len(self.var))
 
     def _positions_of(self, genes: NDArray[Any]) -> NDArray[np.int32]:
         if len(genes) and (genes.min() < 0 or genes.max() >= len(self._positions)):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.messages import listed
 from zloader.conversion.sources.anndata_input import Input
-from zloader.conversion.sources.arrow import digest_of
+from zloader.conversion.sources.arrow import digest_of, named_genes
 from zloader.conversion.sources.list_rows import ListRows
 from zloader.conversion.sources.locations import SourceLocation, source_locations
 from zloader.conversion.sources.parquet_file import ListFile, read_whole
@@ -27,7 +27,6 @@ from zloader.conversion.sources.source_format import Place, SourceFormat, librar
 
 _LISTS = (("genes", "expressions"), ("gene_token_id", "gene_expression"))  # Tahoe-100M, X-Atlas/Orion
 _IDS = ("token_id", "gene_token_id", "gene_id", "id")  # columns of gene metadata
-_NAMES = ("ensembl_id", "gene_symbol", "gene_name")
 _MOST_ID = 1 << 27  # the look-up table takes 4 bytes per id
 _PANDAS_INDEX = "__index_level_0__"
 _FOOTERS = 8  # read at a time
@@ -139,10 +138,4 @@ def _gene_axis(place: SourceLocation, gene_id: str | None) -> tuple[pd.DataFrame
         raise SourceError(f"{place.name}: {column} {ids[row]} in row {row} {why}")
     positions = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
     positions[ids] = np.arange(len(ids), dtype=np.int32)
-    text = [name for name in frame if pd.api.types.infer_dtype(frame[name], skipna=False) == "string"]
-    unique = [name for name in dict.fromkeys([*_NAMES, *text]) if name in text and frame[name].is_unique]
-    if not unique:
-        raise SourceError(
-            f"{place.name} has no column of text that names each gene differently. It has {listed(frame)}"
-        )
-    return frame.set_index(unique[0]), positions
+    return named_genes(frame, place.name), positions

@@ -12,6 +12,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse
+from numpy.typing import NDArray
 
 from zloader.common.errors import SourceError
 from zloader.conversion.sources.anndata_input import Input
@@ -58,6 +59,12 @@ class RowSource(Protocol):
 
     def rows(self, start: int, stop: int) -> Any:
         """The counts of cells `start` to `stop - 1`, cells x genes."""
+
+
+def csr_of(values: NDArray[Any], genes: NDArray[Any], indptr: NDArray[Any], n_genes: int) -> Any:
+    """A CSR matrix of these arrays. float16, which scipy lacks, becomes float32."""
+    values = values.astype(np.float32) if values.dtype == np.float16 else values
+    return scipy.sparse.csr_matrix((values, genes, indptr), (len(indptr) - 1, n_genes))
 
 
 class ObsTable(Protocol):

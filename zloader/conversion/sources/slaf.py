@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 
 from zloader.common.errors import SourceError
 from zloader.common.messages import listed
@@ -22,7 +21,7 @@ from zloader.conversion.sources.anndata_input import Input
 from zloader.conversion.sources.arrow import ArrowObs, digest_of, is_list
 from zloader.conversion.sources.locations import source_locations
 from zloader.conversion.sources.nodes import reading
-from zloader.conversion.sources.row_source import MOST_BYTES, RowInput
+from zloader.conversion.sources.row_source import MOST_BYTES, RowInput, csr_of
 from zloader.conversion.sources.source_format import Place, SourceFormat, library, s3_access
 
 _OWN = {"cell_id", "cell_integer_id", "cell_start_index", "gene_id", "gene_integer_id", "gene_start_index"}
@@ -146,5 +145,4 @@ class _SlafRows:
 
     def _counts(self, cells: Any, genes: Any, values: Any, first: int, stop: int) -> Any:
         indptr = np.searchsorted(cells, np.arange(first, stop + 1))
-        shape = (stop - first, len(self.var))
-        return scipy.sparse.csr_matrix((values, genes.astype(np.int64), indptr), shape)
+        return csr_of(values, genes.astype(np.int64), indptr, len(self.var))
