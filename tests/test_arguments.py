@@ -288,7 +288,11 @@ def test_sources(dataset: zl.Dataset, tmp_path: Path) -> None:
         lambda source: zl.convert(source, tmp_path / "a.zarr", progress=False),
         lambda source: zl.append(dataset.url, source, progress=False),
     ):
-        refuses("sources must be paths, URLs, AnnData in memory or a zl.RowSource", act, values=INVALID_SOURCES)
+        refuses(
+            "sources must be paths, URLs, AnnData in memory, zl.Parquet, zl.Soma or a zl.RowSource",
+            act,
+            values=INVALID_SOURCES,
+        )
     assert not (tmp_path / "a.zarr").exists()
 
 

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from zloader.conversion.convert import ConversionReport, convert
     from zloader.conversion.example import example_h5ad
     from zloader.conversion.joining.selection import Selection
+    from zloader.conversion.sources.parquet import Parquet
     from zloader.conversion.sources.row_source import RowSource
+    from zloader.conversion.sources.soma import Soma
     from zloader.conversion.verify import Verification, verify
     from zloader.conversion.writing.encode import ConvertOptions
     from zloader.dataset.dataset import Dataset, View
@@ -80,10 +82,12 @@ __all__ = [
     "MixtureOfScanners",
     "Neighbors",
     "PackedRows",
+    "Parquet",
     "Quality",
     "RowSource",
     "Sampling",
     "Selection",
+    "Soma",
     "Statistics",
     "Streaming",
     "Suggestion",
@@ -122,10 +126,12 @@ _MODULES = {
     "Mixture": "zloader.order.mixture",
     "MixtureOfScanners": "zloader.order.shuffling",
     "PackedRows": "zloader.training.packed",
+    "Parquet": "zloader.conversion.sources.parquet",
     "Quality": "zloader.insight.quality",
     "Sampling": "zloader.order.sampling",
     "RowSource": "zloader.conversion.sources.row_source",
     "Selection": "zloader.conversion.joining.selection",
+    "Soma": "zloader.conversion.sources.soma",
     "Statistics": "zloader.common.records",
     "Streaming": "zloader.order.shuffling",
     "Suggestion": "zloader.insight.suggest",

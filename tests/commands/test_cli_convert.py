@@ -65,6 +65,41 @@ def test_what_is_wrong_is_named_and_is_a_failure(tmp_path: Path) -> None:
     assert refused.stderr.startswith("error: ")
 
 
+def test_sources_in_parquet_with_their_options(tmp_path: Path) -> None:
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    for name in ("a", "b"):
+        cells = {"g": [[7, 8], [8]], "v": [[1.0, 2.0], [3.0]], "barcode": [f"{name}0", f"{name}1"]}
+        pq.write_table(pa.table(cells), tmp_path / f"{name}.parquet")
+    pq.write_table(pa.table({"number": [7, 8], "symbol": ["A", "B"]}), tmp_path / "genes.parquet")
+    both, store = tmp_path / "[ab].parquet", tmp_path / "a.zarr"
+    flags = ("--gene-metadata", tmp_path / "genes.parquet", "--lists", "g,v", "--gene-id", "number")
+    flags += ("--obs-names", "barcode")
+    zloader("convert", both, store, *flags)
+    found = ad.read_zarr(store)
+    assert list(found.obs_names) == ["a0", "a1", "b0", "b1"]
+    assert found.X.toarray().tolist() == [[1, 2], [0, 3]] * 2
+    zloader("append", store, tmp_path / "a.parquet", *flags)
+    against = ("--against", both, "--against", tmp_path / "a.parquet")
+    assert "every value equals" in zloader("verify", store, *against, *flags).stdout
+    refused = zloader("convert", both, tmp_path / "b.zarr", *flags[:2], "--lists", "g", status=1)
+    assert "lists must be two names of columns" in refused.stderr
+
+
+def test_sources_in_soma_with_their_options(tmp_path: Path) -> None:
+    io = pytest.importorskip("tiledbsoma.io")
+    adata = counts(60, 30)
+    adata.obs["donor"] = ["a", "b", "c"] * 20
+    io.from_anndata(str(tmp_path / "atlas"), adata, measurement_name="RNA")
+    flags = ("--where", "donor == 'b'", "--measurement", "RNA", "--soma-layer", "data")
+    zloader("convert", tmp_path / "atlas", tmp_path / "a.zarr", *flags)
+    np.testing.assert_array_equal(ad.read_zarr(tmp_path / "a.zarr").X.toarray(), adata.X[1::3].toarray())
+    assert (
+        "every value equals" in zloader("verify", tmp_path / "a.zarr", "--against", tmp_path / "atlas", *flags).stdout
+    )
+    refused = zloader("convert", tmp_path / "atlas", tmp_path / "b.zarr", *flags, "--gene-id", "id", status=1)
+    assert "cannot be in Parquet and in SOMA" in refused.stderr
+
+
 _DROPPED = """
 import signal, sys
 from zloader.commands.command import app

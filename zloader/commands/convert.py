@@ -13,6 +13,7 @@ import typer
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, GenesBy, Json, Url, genes_by_of
+from zloader.commands.format_flags import FormatFlags
 from zloader.common.errors import OptionError
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class ConvertFlags:
         list[str],
         typer.Argument(
             metavar="SRC...",
-            help="Paths, URLs or globs of .h5ad, AnnData Zarr, annbatch collections, 10x .h5 or .mtx directories.",
+            help="Paths, URLs or globs of .h5ad, AnnData Zarr, annbatch collections, 10x .h5 or .mtx directories, "
+            "Parquet files, SOMA experiments, SLAF or SCDL.",
             show_default=False,
         ),
     ]
@@ -88,6 +90,7 @@ class ConvertFlags:
     memory: Annotated[
         str | None, _layout(metavar="SIZE", help="Memory limit of the whole process.", show_default="1GiB")
     ] = None
+    formats: FormatFlags = field(default_factory=FormatFlags)
     access: Access = field(default_factory=Access)
     as_json: Json = False
 
@@ -140,7 +143,7 @@ def convert(flags: ConvertFlags) -> None:
     from zloader.conversion.convert import convert as convert_sources
 
     done = convert_sources(
-        flags.sources,
+        flags.formats.given_to(flags.sources),
         flags.dest,
         select=flags.selection,
         storage_options=flags.access.storage_options,
@@ -166,6 +169,7 @@ class AppendFlags:
     ]
     genes_by: GenesBy = None
     memory: _Memory = "1GiB"
+    formats: FormatFlags = field(default_factory=FormatFlags)
     access: Access = field(default_factory=Access)
     as_json: Json = False
 
@@ -178,7 +182,7 @@ def append(flags: AppendFlags) -> None:
 
     done = append_sources(
         flags.url,
-        flags.sources,
+        flags.formats.given_to(flags.sources),
         genes_by=genes_by_of(flags.genes_by),
         storage_options=flags.access.storage_options,
         memory=flags.memory,
@@ -198,6 +202,7 @@ class VerifyFlags:
     ] = None
     genes_by: GenesBy = None
     memory: _Memory = "1GiB"
+    formats: FormatFlags = field(default_factory=FormatFlags)
     access: Access = field(default_factory=Access)
     as_json: Json = False
 
@@ -213,7 +218,7 @@ def verify(flags: VerifyFlags) -> None:
 
     verified = verify_store(
         flags.url,
-        against=flags.against or None,
+        against=flags.formats.given_to(flags.against or []) or None,
         genes_by=genes_by_of(flags.genes_by),
         storage_options=flags.access.storage_options,
         memory=flags.memory,

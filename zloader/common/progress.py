@@ -20,11 +20,19 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 
-class _RateColumn(ProgressColumn):
+class _UnitColumn(ProgressColumn):
     def __init__(self, unit: str) -> None:
         super().__init__()
         self._unit = unit
 
+
+class _CountColumn(_UnitColumn):
+    def render(self, task: Task) -> Text:
+        of = "" if task.total is None else f" of {task.total:,.0f}"
+        return Text(f"{task.completed:,.0f}{of} {self._unit}")
+
+
+class _RateColumn(_UnitColumn):
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed or 0.0
         return Text(f"{speed / 1e6:.1f} M {self._unit}/s")
@@ -36,7 +44,7 @@ def progress_bars(*, shown: bool, unit: str = "values") -> Iterator[Bars]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn(f"{{task.completed:,.0f}} of {{task.total:,.0f}} {unit}"),
+        _CountColumn(unit),
         _RateColumn(unit),
         TimeRemainingColumn(),
     )
@@ -69,7 +77,10 @@ class Bars:
     def __init__(self, bars: RichProgress) -> None:
         self._bars = bars
 
-    def add(self, description: str, total: int) -> Callable[[int], None]:
-        """Adds a bar. Call the result with the number of values, or other units, finished since the previous call."""
+    def add(self, description: str, total: int | None) -> Callable[[int], None]:
+        """Adds a bar. `total` is None if it is not known.
+
+        Call the result with the number of values, or other units, finished since the previous call.
+        """
         task = self._bars.add_task(description, total=total)
         return lambda done: self._bars.advance(task, done)

@@ -131,8 +131,10 @@ class StoredInput(Input):
         missing = [name for name in ("obs", "var", "X") if name not in self._root]
         if {"obs", "var"} & set(missing):  # if only X is missing, a layer can be chosen as X
             available = ", ".join(self._root.names()) or "nothing"
+            tables = self._root["tables"].names() if "tables" in self._root else []  # of a SpatialData
+            advice = f". Its tables are AnnData: convert {self.name}/tables/{tables[0]}, for example" if tables else ""
             raise SourceError(
-                f"{self.name} has no {' and no '.join(missing)}, so it is not an AnnData. It holds: {available}"
+                f"{self.name} has no {' and no '.join(missing)}, so it is not an AnnData. It holds: {available}{advice}"
             )
         if self._root["obs"].is_array or "raw.X" in self._root:
             raise SourceError(f"{self.name} was written by anndata before 0.7: read and write it with a newer anndata")

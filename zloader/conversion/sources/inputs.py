@@ -26,14 +26,22 @@ from zloader.common.errors import OptionError, SourceError, ZloaderError
 from zloader.common.messages import listed
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
+from zloader.conversion.sources.modality import ModalityInput, is_mudata, split_modality, whole_of
 from zloader.conversion.sources.nodes import Node, reading
+from zloader.conversion.sources.parquet import Parquet
 from zloader.conversion.sources.row_source import RowInput, RowSource
+from zloader.conversion.sources.scdl import Scdl
+from zloader.conversion.sources.slaf import Slaf
+from zloader.conversion.sources.soma import Soma
+from zloader.conversion.sources.source_format import SourceFormat, library
 
 __all__ = ["Input", "Source", "Sources", "open_inputs"]
 
-Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource
+Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource | SourceFormat
 Sources: TypeAlias = Source | Sequence[Source] | Mapping[str, Source]  # a mapping has the labels of the sources
 
+_FORMATS: Sequence[type[SourceFormat]] = (Parquet, Soma, Slaf, Scdl)
+_ONE = (str, os.PathLike, ad.AnnData, RowSource, SourceFormat)
 _COLLECTION = "annbatch-preshuffled"
 _NOT_A_LIST = (str, bytes, os.PathLike, ad.AnnData, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)
 
@@ -46,7 +54,7 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     the fsspec options for remote sources. Only metadata are read, except for 10x matrices, which are read as a whole.
     Raises StoreNotFoundError, AccessDeniedError, SourceError, OptionError or ReadError.
     """
-    alone = isinstance(sources, (str, os.PathLike, ad.AnnData, RowSource))
+    alone = isinstance(sources, _ONE)
     given: list[Any] = [sources]
     if isinstance(sources, Iterable) and not alone and not isinstance(sources, _NOT_A_LIST):
         given = list(sources.values() if isinstance(sources, Mapping) else sources)
@@ -56,10 +64,10 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     if not given:
         raise OptionError("the list of sources is empty: pass at least one source")
     for source in given:
-        if not isinstance(source, (str, os.PathLike, ad.AnnData, RowSource)):
+        if not isinstance(source, _ONE):
             raise OptionError(
-                "sources must be paths, URLs, AnnData in memory or a zl.RowSource, a list of them, or a mapping from "
-                f"labels to them, not {type(source).__name__}"
+                "sources must be paths, URLs, AnnData in memory, zl.Parquet, zl.Soma or a zl.RowSource, a list of "
+                f"them, or a mapping from labels to them, not {type(source).__name__}"
             )
     cache = BlockCache()
     with contextlib.ExitStack() as opened:
@@ -70,10 +78,9 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
                 which = f"source {number}" if label is None else repr(label)
                 inputs.append(MemoryInput(source, "the AnnData in memory" + f" ({which})" * (not alone), "adata"))
             elif isinstance(source, RowSource):
-                inputs.append(RowInput(source, type(source).__name__ + f" (source {number})" * (not alone)))
+                inputs.append(RowInput.of_rows(source, type(source).__name__ + f" (source {number})" * (not alone)))
             else:
-                for location in source_locations(source, storage_options or {}):
-                    inputs.extend(map(opened.enter_context, _open(location, cache)))
+                inputs.extend(map(opened.enter_context, _located(source, storage_options or {}, cache)))
             for one in inputs[first:] if label is not None else []:
                 one.label = label if len(inputs) == first + 1 else f"{label}/{one.label}"
         opened.pop_all()
@@ -108,25 +115,48 @@ def make_labels_unique(inputs: Iterable[Input], taken: set[str]) -> None:
         taken.add(source.label)
 
 
-def _open(location: SourceLocation, cache: BlockCache) -> Iterator[Input]:
+def _located(source: Any, storage_options: Mapping[str, Any], cache: BlockCache) -> Iterator[Input]:
+    """The sources that a SourceFormat, a path, a URL or a glob names."""
+    if isinstance(source, SourceFormat):
+        yield source.open(storage_options)
+        return
+    named = next((kind for kind in _FORMATS if kind.is_named(os.fspath(source))), None)
+    if named is not None:
+        yield named(source).open(storage_options)
+        return
+    file, modality = split_modality(os.fspath(source))
+    for location in source_locations(file, storage_options):
+        yield from _open(location, cache, modality)
+
+
+def _open(location: SourceLocation, cache: BlockCache, modality: str | None) -> Iterator[Input]:
     if location.has("zarr.json", ".zgroup"):
-        yield from _open_zarr(location)
+        yield from _open_zarr(*_whole_and_modality(location, modality))
     elif location.entry()["type"] != "directory":
-        yield _open_hdf5(location, cache)
+        yield _open_hdf5(location, cache, modality)
     elif location.has(*MATRIX_FILES):
         yield _in_memory(location, "read_10x_mtx")
+    elif kind := next((kind for kind in _FORMATS if kind.is_in(location.names())), None):
+        yield kind(location.url).open(location.storage_options)
     else:
         raise SourceError(
             f"{location.name} is a directory, but neither a Zarr group (there is no zarr.json or .zgroup: perhaps its "
-            f"conversion did not finish) nor a 10x matrix (there is no {' or '.join(MATRIX_FILES)})"
+            f"conversion did not finish) nor a 10x matrix (there is no {' or '.join(MATRIX_FILES)}), and has no "
+            f"{' or '.join(kind.marks[0] for kind in _FORMATS)}"
         )
+
+
+def _whole_and_modality(location: SourceLocation, modality: str | None) -> tuple[SourceLocation, str | None]:
+    """The MuData Zarr that a location is within, and the modality; the location itself if it is not in one."""
+    above = whole_of(location)
+    return above if above is not None and above[0].has("zarr.json", ".zgroup") else (location, modality)
 
 
 def _in_memory(location: SourceLocation, reader: str) -> Input:
     return MemoryInput(read_10x(location, reader), location.name, location.label, objects=location.objects())
 
 
-def _open_hdf5(location: SourceLocation, cache: BlockCache) -> Input:
+def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None) -> Input:
     with contextlib.suppress(ImportError):
         importlib.import_module("hdf5plugin")  # registers blosc and other filters with HDF5
     with reading(location.name, "cannot be opened"):
@@ -142,12 +172,16 @@ def _open_hdf5(location: SourceLocation, cache: BlockCache) -> Input:
         opened.enter_context(file)
         if is_10x(Node(file, location.name)):
             return _in_memory(location, "read_10x_h5")
-        found = StoredInput(file, location.name, location.label, objects=location.objects(), close=file.close)
+        found: Input
+        if modality is not None or is_mudata(Node(file, location.name)):
+            found = ModalityInput(file, location, modality, objects=location.objects(), close=file.close)
+        else:
+            found = StoredInput(file, location.name, location.label, objects=location.objects(), close=file.close)
         opened.pop_all()
     return found
 
 
-def _open_zarr(location: SourceLocation) -> list[Input]:
+def _open_zarr(location: SourceLocation, modality: str | None) -> list[Input]:
     objects = location.objects()
     sizes = {key: size for key, size, _ in objects} if location.can_be_listed else {}
     store = ListedStore(location.zarr_store(), location.name, sizes, all_listed=location.can_be_listed)
@@ -165,6 +199,8 @@ def _open_zarr(location: SourceLocation) -> list[Input]:
             f"{location.name} has no consolidated metadata, and a web server cannot list objects: run "
             "zarr.consolidate_metadata on it"
         )
+    if modality is not None or is_mudata(Node(root, location.name)):
+        return [ModalityInput(root, location, modality, objects=objects)]
     if attributes.get("encoding-type") != _COLLECTION:
         return [StoredInput(root, location.name, location.label, objects=objects)]
     datasets = [name for name in Node(root, location.name).names() if name.startswith("dataset_")]
@@ -196,22 +232,11 @@ def read_10x(location: SourceLocation, reader: str) -> Any:
     """
     if not location.is_local:
         raise SourceError(f"{location.name} holds a 10x matrix, which can only be read from a local disk: download it")
-    scanpy = _scanpy(location)
+    scanpy = library("scanpy", source=f"{location.name} holds a 10x matrix, which", extra="scanpy")
     keep_all = {"gex_only": False} if reader == "read_10x_h5" else {"gex_only": False, "make_unique": False}
     with reading(location.name, "cannot be read by scanpy as a 10x matrix"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # repeated names are reported when genes are joined
         return getattr(scanpy, reader)(location.path, **keep_all)
-
-
-def _scanpy(location: SourceLocation) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # raised by libraries during the import
-        try:
-            return importlib.import_module("scanpy")
-        except ImportError as error:
-            raise SourceError(
-                f'{location.name} holds a 10x matrix, which is read by scanpy: pip install "zloader[scanpy]"'
-            ) from error
 
 
 class Problems:

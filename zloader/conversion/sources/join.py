@@ -7,7 +7,7 @@ comparison sort takes 40.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,16 +67,15 @@ class JoinedMatrix(SourceMatrix):
         matrices = [matrix for matrix, _ in parts]
         super().__init__(name, n_rows=sum(matrix.n_rows for matrix in matrices), n_genes=n_genes)
         self.encoding = "dense" if all(matrix.encoding == "dense" for matrix in matrices) else "csr"
-        stored = sum(matrix.n_stored for matrix in matrices)
-        self.n_stored = self.n_rows * n_genes if self.encoding == "dense" else stored
+        self.n_stored = self.n_rows * n_genes if self.encoding == "dense" else _sum(m.n_stored for m in matrices)
         self.dtype = np.result_type(*(matrix.dtype for matrix in matrices))
         if n_genes <= np.iinfo(np.int32).max:
             self.genes_dtype = np.dtype(np.int32)
         self._parts = [(matrix, None if genes is None else genes.astype(self.genes_dtype)) for matrix, genes in parts]
 
     @property
-    def n_reads(self) -> int:
-        return sum(matrix.n_reads for matrix, _ in self._parts)
+    def n_reads(self) -> int | None:
+        return _sum(matrix.n_reads for matrix, _ in self._parts)
 
     def first_pass(self, advance: Advance) -> Iterator[Window]:
         for matrix, genes in self._parts:
@@ -123,6 +122,12 @@ class JoinedMatrix(SourceMatrix):
     def close(self) -> None:
         for matrix, _ in self._parts:
             matrix.close()
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """The sum of counts, or None if one is not known."""
+    known = list(counts)
+    return None if None in known else sum(count for count in known if count is not None)
 
 
 def without_zeros(window: Window, n_genes: int) -> Window:

@@ -37,8 +37,8 @@ from zloader.common.options import MiB
 Objects = list[tuple[str, int, str]]  # relative name, size in bytes, and a tag that changes with the content
 
 # The names that file systems use for a tag that changes with the content; the first one present is used.
-_TAGS = ("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified", "updated", "created")
-_SUFFIXES = (".h5ad", ".zarr", ".h5", ".hdf5")
+_TAGS = ("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified", "updated", "created", "blob_id")
+_SUFFIXES = (".h5ad", ".h5mu", ".zarr", ".h5", ".hdf5", ".parquet", ".soma", ".slaf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,18 @@ class SourceLocation:
             return False
         with _translated(self):
             return any(self.filesystem.exists(f"{self.path}/{name}") for name in names)
+
+    def names(self) -> list[str]:
+        """The sorted names of the files and directories directly below; [] if they cannot be listed."""
+        if not self.can_be_listed:
+            return []
+        with _translated(self):
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in self.filesystem.ls(self.path, detail=False))
+
+    def below(self, name: str) -> SourceLocation:
+        """The location of an object below this one."""
+        url, shown, path = (f"{part.rstrip('/')}/{name}" for part in (self.url, self.name, self.path))
+        return replace(self, url=url, name=shown, path=path)
 
     def entry(self) -> Mapping[str, Any]:
         """The entry of the file system: type, size, ..."""
@@ -166,7 +178,22 @@ def _source_location(text: str, storage_options: Mapping[str, Any]) -> SourceLoc
         except (ImportError, ValueError, TypeError) as error:
             raise OptionError(f"cannot open {name}: {error}") from error
         filesystem.invalidate_cache()
+    if text.startswith("hf://"):
+        text, name, path = _pinned(filesystem, path)
     return SourceLocation(url=text, name=name, path=path, filesystem=filesystem, storage_options=dict(storage_options))
+
+
+def _pinned(filesystem: Any, path: str) -> tuple[str, str, str]:
+    """A location on Hugging Face at the commit that its branch has now, so that a push does not change what is read."""
+    place = SourceLocation(url=f"hf://{path}", name=f"hf://{path}", path=path, filesystem=filesystem)
+    with _translated(place):
+        found = filesystem.resolve_path(path)
+        if not hasattr(found, "repo_id"):
+            return place.url, place.name, place.path
+        info = filesystem._api.repo_info(found.repo_id, revision=found.revision, repo_type=found.repo_type)
+        folder = "" if found.repo_type == "model" else f"{found.repo_type}s/"
+        pinned = f"{folder}{found.repo_id}@{info.sha}/{found.path_in_repo}"
+    return f"hf://{pinned}", f"hf://{pinned}", pinned
 
 
 def _without_secrets(url: str) -> str:
@@ -192,6 +219,10 @@ def _translated(location: SourceLocation) -> Iterator[None]:
         raise StoreNotFoundError(f"there is no {what}" + f" ({answer})" * (not location.can_be_listed)) from error
     except Exception as error:  # aiohttp, botocore and others have their own exception classes
         reason = str(error).replace(location.url, location.name)
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):  # of Hugging Face
+            raise AccessDeniedError(
+                f"not allowed to read {location.name}: {reason}. Log in, or set HF_TOKEN"
+            ) from error
         raise ReadError(f"cannot read {location.name}: {type(error).__name__}: {reason}") from error
 
 
@@ -234,7 +265,9 @@ class BlockCache:
         if missing:
             with _translated(location):
                 paths = [location.path] * len(missing)
-                fetched = location.filesystem.cat_ranges(paths, starts, stops, on_error="raise")
+                # Without it, a file of a file system that is not asynchronous reads ahead what is read again here.
+                plain = {} if location.filesystem.async_impl else {"cache_type": "none"}
+                fetched = location.filesystem.cat_ranges(paths, starts, stops, on_error="raise", **plain)
         for number, start, stop, block in zip(missing, starts, stops, fetched, strict=True):
             if len(block) != stop - start:
                 raise TruncatedObjectError(

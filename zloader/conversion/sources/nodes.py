@@ -102,10 +102,17 @@ _ENCODINGS = {"csr_matrix": "csr", "csc_matrix": "csc", "array": "dense"}
 
 
 @contextlib.contextmanager
-def reading(at: str, doing: str = "cannot be read", damaged: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+def reading(
+    at: str,
+    doing: str = "cannot be read",
+    damaged: Callable[[], str | None] = lambda: None,
+    *,
+    needs: str = 'a newer anndata or an HDF5 filter: pip install "zloader[hdf5]"',
+) -> Iterator[None]:
     """Turns any exception that a library raises for a damaged source into a SourceError.
 
-    `at` names the source and the element. `damaged` returns the key of the damaged object, or None.
+    `at` names the source and the element. `damaged` returns the key of the damaged object, or None. `needs` says which
+    other library may read it.
     """
     try:
         yield
@@ -118,7 +125,7 @@ def reading(at: str, doing: str = "cannot be read", damaged: Callable[[], str | 
         where = "" if key is None else f", in {key}"
         raise SourceError(
             f"{at} {doing}{where} ({type(error).__name__}: {error}): the source is damaged or incomplete, or it needs "
-            'a newer anndata or an HDF5 filter: pip install "zloader[hdf5]"'
+            + needs
         ) from error
 
 

@@ -1,24 +1,29 @@
-"""`zl.RowSource`: a format of the user's own as a source of a conversion, read some rows at a time."""
+"""`zl.RowSource`: a format of the user's own as a source of a conversion, read some rows at a time.
+
+Formats that zloader knows are read through the same port, in blocks of rows, see BlockSource.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse
+from numpy.typing import NDArray
 
 from zloader.common.errors import SourceError
-from zloader.conversion.sources.anndata_input import MemoryInput
-from zloader.conversion.sources.nodes import reading
-from zloader.conversion.sources.windows import SourceMatrix, Window, canonical
+from zloader.conversion.sources.anndata_input import Input
+from zloader.conversion.sources.locations import Objects
+from zloader.conversion.sources.nodes import Node, reading, require_text
+from zloader.conversion.sources.windows import SourceMatrix, Window, canonical, split_rows
 
-_MOST_BYTES = 16 << 20  # of a window, as of other sources
+MOST_BYTES = 16 << 20  # of a window, as of other sources
 _FIRST_ROWS = 256  # of the window that tells how long rows are
 _ROW_BYTES = 64  # at least, so that empty rows do not make endless windows
+_CHANGED = "it has changed since, or does not return the same at every call"
 
 
 @runtime_checkable
@@ -34,9 +39,9 @@ class RowSource(Protocol):
     the same at every call. It is called for all cells in order, and more than once: first to check all values, and then
     to store them. Genes of a cell may come in any order, and the values of a repeated gene are added up.
 
-    Two more attributes are optional. `n_values` is the number of stored values. Without it, they are counted first,
-    which reads all cells once more. `fingerprint` is text that changes when the cells change. With it, an interrupted
-    conversion can be resumed.
+    Two more attributes are optional. `n_values` is the number of stored values, or a somewhat larger one. Without it,
+    shuffling on conversion counts them first, which reads all cells once more. `fingerprint` is text that changes when
+    the cells change. With it, an interrupted conversion can be resumed.
 
     >>> import numpy as np, pandas as pd, scipy.sparse
     >>> import zloader as zl
@@ -56,112 +61,219 @@ class RowSource(Protocol):
         """The counts of cells `start` to `stop - 1`, cells x genes."""
 
 
-class RowInput(MemoryInput):
-    """A RowSource. Its obs and var are in memory, and its X is read in windows."""
+def csr_of(values: NDArray[Any], genes: NDArray[Any], indptr: NDArray[Any], n_genes: int) -> Any:
+    """A CSR matrix of these arrays. float16, which scipy lacks, becomes float32."""
+    values = values.astype(np.float32) if values.dtype == np.float16 else values
+    return scipy.sparse.csr_matrix((values, genes, indptr), (len(indptr) - 1, n_genes))
+
+
+class ObsTable(Protocol):
+    """obs read one column at a time. A data frame is one."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The names of the columns."""
+
+    @property
+    def index(self) -> pd.Index:
+        """The names of the cells."""
+
+    def __getitem__(self, name: str) -> pd.Series:
+        """A column."""
+
+
+class BlockSource(Protocol):
+    """What RowInput reads: cells in blocks of rows, in order, each block once per pass.
+
+    `n_values` is at least the number of stored values, or None. `fingerprint` changes when the cells change, or what is
+    read of them.
+    """
+
+    n_obs: int
+    var: pd.DataFrame
+    n_values: int | None
+    fingerprint: str | None
+
+    @property
+    def obs(self) -> ObsTable:
+        """obs."""
+
+    def blocks(self, first_row: int) -> Iterator[Any]:
+        """The rows from `first_row` on, as CSR matrices of consecutive rows in one dtype."""
+
+    def close(self) -> None:
+        """Closes files."""
+
+
+class _RowBlocks:
+    """A RowSource as a BlockSource: about the same bytes per block."""
 
     def __init__(self, source: RowSource, name: str) -> None:
+        self._source, self._at = source, f"{name}: rows"
+        self.n_obs, self.obs, self.var = source.n_obs, source.obs, source.var
+        self.n_values: int | None = getattr(source, "n_values", None)
+        self.fingerprint: str | None = getattr(source, "fingerprint", None)
         for frame in ("obs", "var"):
             if not isinstance(getattr(source, frame), pd.DataFrame):
                 raise SourceError(f"{frame} of {name} is a {type(getattr(source, frame)).__name__}, not a data frame")
         if len(source.obs) != source.n_obs:
             raise SourceError(f"{name} has n_obs={source.n_obs!r}, but obs has {len(source.obs)} rows")
-        super().__init__(ad.AnnData(obs=source.obs, var=source.var), name, type(source).__name__)
-        self._source = source
 
-    @cached_property
-    def _n_values(self) -> int:
-        """The number of stored values, as the source states it, or else counted."""
-        stated = getattr(self._source, "n_values", None)
-        if stated is not None:
-            return int(stated)
-        shape = (self.n_rows, self.n_genes)
-        matrix = _RowMatrix(self._source, self.name, "X", lambda: 0, shape=shape, window_bytes=_MOST_BYTES)
-        return sum(counts.nnz for _, counts in matrix.pieces(0))
+    def blocks(self, first_row: int) -> Iterator[Any]:
+        start, step = first_row, _FIRST_ROWS
+        while start < self.n_obs:
+            stop = min(start + step, self.n_obs)
+            counts = self._source.rows(start, stop)
+            if not scipy.sparse.issparse(counts) or counts.format != "csr":
+                at = f"{self._at}({start}, {stop})"
+                raise SourceError(f"{at} returned a {type(counts).__name__}, not a CSR matrix of scipy.sparse")
+            if counts.shape != (stop - start, len(self.var)):
+                at = f"{self._at}({start}, {stop})"
+                raise SourceError(f"{at} returned {counts.shape}, not {(stop - start, len(self.var))}: cells x genes")
+            yield counts
+            row_bytes = (counts.data.nbytes + counts.indices.nbytes) / (stop - start)
+            start, step = stop, max(1, int(MOST_BYTES / max(_ROW_BYTES, row_bytes)))
+
+    def close(self) -> None:
+        """Files that the user has opened are the user's."""
+
+
+class RowInput(Input):
+    """A source that is read in blocks of rows. Its var is in memory."""
+
+    has_raw = False
+
+    def __init__(self, source: BlockSource, name: str, label: str, *, objects: Objects | None = None) -> None:
+        super().__init__(name, label, objects or [])
+        self._source, self._block = source, None
+        obs = source.obs
+        self._obs = ad.AnnData(obs=obs).obs if isinstance(obs, pd.DataFrame) else obs  # names as anndata has them
+        self._var = ad.AnnData(var=source.var).var
+        self.n_rows, self.n_genes = source.n_obs, len(source.var)
+        self.obs_columns = list(obs.columns)
+        require_text(f"obs of {name}", self.obs_columns)
+
+    @classmethod
+    def of_rows(cls, source: RowSource, name: str) -> RowInput:
+        """A source of the user's own."""
+        return cls(_RowBlocks(source, name), name, type(source).__name__)
 
     def identity(self) -> dict[str, Any]:
-        fingerprint = getattr(self._source, "fingerprint", None)
-        return {} if fingerprint is None else {"name": self.name, "bytes": 0, "digest": str(fingerprint)}
+        fingerprint = self._source.fingerprint
+        name = self.name.rstrip("/").rpartition("/")[2]
+        return {} if fingerprint is None else {"name": name, "bytes": self.bytes_in, "digest": str(fingerprint)}
+
+    def close(self) -> None:
+        self._source.close()
+
+    def obs_names(self) -> pd.Index:
+        return self._obs.index
+
+    def obs_column(self, name: str) -> pd.Series:
+        column = self._obs[name]
+        if isinstance(column, pd.DataFrame):
+            raise SourceError(f"{self.name} has several obs columns named {name!r}: make their names unique")
+        return column.reset_index(drop=True)
+
+    def var(self, raw: bool = False) -> pd.DataFrame:
+        return self._var
+
+    def keys(self, part: str) -> list[str]:
+        return []
 
     def __contains__(self, path: str) -> bool:
-        return path == "X" or super().__contains__(path)
+        return path == "X"
+
+    def node(self, path: str) -> Node:
+        part, _, name = path.partition("/")
+        if part != "obs" or name not in self.obs_columns:
+            raise self._missing(path, ["X", "obs", "var"])
+        return Node(self.obs_column(name), self.name, path)
+
+    def element(self, path: str) -> Any:
+        return self.node(path).native
+
+    def _first(self) -> Any:
+        """The first block, which has the dtypes of all."""
+        if self._block is None:
+            with reading(self.name):
+                first = next(self._source.blocks(0), None) if self.n_rows else None
+            self._block = scipy.sparse.csr_matrix((0, self.n_genes), dtype=np.float32) if first is None else first[:0]
+        return self._block
 
     def matrix(self, path: str, name: str, *, shape: tuple[int, int], window_bytes: int) -> SourceMatrix:
         if path != "X":
-            return super().matrix(path, name, shape=shape, window_bytes=window_bytes)
-        return _RowMatrix(self._source, self.name, name, lambda: self._n_values, shape=shape, window_bytes=window_bytes)
+            raise self._missing(path, ["X", "obs", "var"])
+        return _RowMatrix(self._source, self.name, name, self._first(), window_bytes=window_bytes)
 
 
 class _RowMatrix(SourceMatrix):
-    """The counts of a RowSource."""
+    """The counts of a BlockSource."""
 
     encoding = "csr"
+    indptr_dtype = np.dtype(np.int64)
 
     def __init__(
         self,
-        source: RowSource,
+        source: BlockSource,
         source_name: str,
         name: str,
-        n_values: Callable[[], int],
+        first: Any,
         *,
-        shape: tuple[int, int],
         window_bytes: int,
     ) -> None:
-        """`n_values` is asked for only if it is needed, because the values may have to be counted."""
-        super().__init__(name, n_rows=shape[0], n_genes=shape[1])
-        self._source, self._at, self._n_values = source, f"{source_name}: rows", n_values
-        self._bytes = min(window_bytes, _MOST_BYTES)
-        first = self._read(0, min(1, self.n_rows))
-        self.dtype, self.genes_dtype, self.indptr_dtype = first.dtype, first.indices.dtype, np.dtype(np.int64)
-
-    @property
-    def n_stored(self) -> int:  # type: ignore[override]
-        return self._n_values()
+        super().__init__(name, n_rows=source.n_obs, n_genes=len(source.var))
+        self._source, self._at, self.n_stored = source, f"{source_name}: rows", source.n_values
+        self.dtype, self.genes_dtype = first.dtype, first.indices.dtype
+        self._most = max(1, min(window_bytes, MOST_BYTES) // (self.dtype.itemsize + self.genes_dtype.itemsize))
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
-        n_values = 0
-        for start, counts in self.pieces(first_row):
-            n_values += counts.nnz
-            yield canonical(counts.indptr.astype(np.int64), counts.indices, counts.data, at=self._at, first_row=start)
-        if not first_row and n_values != self.n_stored:
+        row, n_values = first_row, 0
+        for counts in self._blocks(first_row):
+            if row + counts.shape[0] > self.n_rows:
+                raise SourceError(f"{self._at}: there are more than {self.n_rows} rows: {_CHANGED}")
+            self._check(counts, row)
+            indptr, n_values = counts.indptr.astype(np.int64), n_values + int(counts.indptr[-1])
+            for first, last in split_rows(indptr, self._most):
+                part = slice(indptr[first], indptr[last])
+                genes = counts.indices[part].astype(self.genes_dtype, copy=False)
+                values = counts.data[part].astype(self.dtype, copy=False)
+                ends = indptr[first : last + 1] - indptr[first]
+                yield canonical(ends, genes, values, at=self._at, first_row=row + first)
+            row += counts.shape[0]
+        if row < self.n_rows:
+            raise SourceError(f"{self._at}: there are only {row} rows, not {self.n_rows}: {_CHANGED}")
+        if self.n_stored is not None and n_values > self.n_stored:
             raise SourceError(
-                f"{self._at} returned {n_values} values in all, but n_values is {self.n_stored}, or so many were "
-                "counted before: return the same at every call"
+                f"{self._at} returned {n_values} values in all, but n_values is {self.n_stored}: state their number, "
+                "or a larger one"
             )
 
-    def pieces(self, first_row: int) -> Iterator[tuple[int, Any]]:
-        """The counts from a row on, in pieces of about the same bytes, each with its first row."""
-        start, step = first_row, _FIRST_ROWS
-        while start < self.n_rows:
-            counts = self._read(start, min(start + step, self.n_rows))
-            yield start, counts
-            start += step
-            row_bytes = (counts.data.nbytes + counts.indices.nbytes) / counts.shape[0]
-            step = max(1, int(self._bytes / max(_ROW_BYTES, row_bytes)))
+    def _blocks(self, first_row: int) -> Iterator[Any]:
+        """The blocks of the source. Raises SourceError for whatever its reading raises."""
+        blocks = self._source.blocks(first_row)
+        while True:
+            with reading(self._at):
+                block = next(blocks, None)
+            if block is None:
+                return
+            yield block
 
-    def _read(self, start: int, stop: int) -> Any:
-        """Some rows, as they have to be. Raises SourceError."""
-        at = f"{self._at}({start}, {stop})"
-        with reading(at):
-            counts = self._source.rows(start, stop)
-        if not scipy.sparse.issparse(counts) or counts.format != "csr":
-            raise SourceError(f"{at} returned a {type(counts).__name__}, not a CSR matrix of scipy.sparse")
-        if counts.shape != (stop - start, self.n_genes):
-            raise SourceError(f"{at} returned {counts.shape}, not {(stop - start, self.n_genes)}: cells x genes")
+    def _check(self, counts: Any, row: int) -> None:
+        """Raises SourceError unless the rows from `row` on are as they have to be."""
+        stop = row + counts.shape[0]
+        at = f"{self._at}({row}, {stop})"
         indptr, genes = counts.indptr, counts.indices
         if indptr[0] or indptr[-1] > min(len(genes), len(counts.data)) or (np.diff(indptr) < 0).any():
             raise SourceError(f"{at} returned a CSR matrix whose indptr does not fit its values")
-        counts = scipy.sparse.csr_matrix((counts.data[: indptr[-1]], genes[: indptr[-1]], indptr), counts.shape)
-        wrong = np.flatnonzero((counts.indices < 0) | (counts.indices >= self.n_genes))
-        if len(wrong):
-            row = start + int(np.searchsorted(indptr, wrong[0], side="right")) - 1
+        genes = genes[: indptr[-1]]
+        if len(genes) and (genes.min() < 0 or genes.max() >= self.n_genes):
+            wrong = int(np.flatnonzero((genes < 0) | (genes >= self.n_genes))[0])
+            of_row = row + int(np.searchsorted(indptr, wrong, side="right")) - 1
             raise SourceError(
-                f"{at}: row {row} has a value for gene {counts.indices[wrong[0]]}, but there are {self.n_genes} genes"
+                f"{at}: row {of_row} has a value for gene {genes[wrong]}, but there are {self.n_genes} genes"
             )
-        return self._in_dtype(counts, at)
-
-    def _in_dtype(self, counts: Any, at: str) -> Any:
-        """The counts in the dtype of the first row. Raises SourceError if it cannot hold them."""
-        dtype = getattr(self, "dtype", counts.dtype)
-        if counts.dtype.kind not in "buif" or not np.can_cast(counts.dtype, dtype, "safe"):
-            raise SourceError(f"{at} returned {counts.dtype}, but the first cells {dtype}: return one dtype of numbers")
-        return counts.astype(dtype, copy=False)
+        if counts.dtype.kind not in "buif" or not np.can_cast(counts.dtype, self.dtype, "safe"):
+            raise SourceError(
+                f"{at} returned {counts.dtype}, but the first cells {self.dtype}: return one dtype of numbers"
+            )

@@ -44,7 +44,8 @@ class ShuffledMatrix(SourceMatrix):
     ) -> None:
         super().__init__(inner.name, n_rows=inner.n_rows, n_genes=inner.n_genes)
         self.encoding = "dense" if inner.encoding == "dense" else "csr"
-        self.n_stored, self.dtype = inner.n_stored, inner.dtype
+        self.n_stored: int = _counted(inner) if inner.n_stored is None else inner.n_stored
+        self.dtype = inner.dtype
         self.genes_dtype, self.indptr_dtype = inner.genes_dtype, inner.indptr_dtype
         self._inner, self._permutation, self._columns = inner, permutation, columns
         # Values are only moved, so any type of their size works: numba has no float16.
@@ -64,7 +65,7 @@ class ShuffledMatrix(SourceMatrix):
         self._is_complete = False
 
     @property
-    def n_reads(self) -> int:
+    def n_reads(self) -> int | None:
         return self._inner.n_reads
 
     def first_pass(self, advance: Advance) -> Iterator[Window]:
@@ -177,6 +178,11 @@ class ShuffledMatrix(SourceMatrix):
             spill.close()
         self._spills, self._is_complete = (), False
         self._section, self._section_bytes = [], 0
+
+
+def _counted(matrix: SourceMatrix) -> int:
+    """The number of values of a matrix that does not tell it, without which rows cannot be dealt to buckets."""
+    return sum(len(window.values) for window in matrix.windows())
 
 
 def _blocks(row_cuts: Rows, cuts: Rows) -> Iterator[tuple[slice, Rows]]:

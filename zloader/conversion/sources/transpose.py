@@ -43,7 +43,8 @@ class CscMatrix(SourceMatrix):
     def __init__(self, node: Node, name: str, *, shape: tuple[int, int], window_bytes: int) -> None:
         super().__init__(name, n_rows=shape[0], n_genes=shape[1])
         self._stored = CompressedArrays(node, axes=("gene", "row"), major=shape[1], minor=shape[0])
-        self.n_stored, self.dtype = self._stored.n_values, self._stored.dtype
+        self.n_stored: int = self._stored.n_values
+        self.dtype = self._stored.dtype
         self.genes_dtype, self.indptr_dtype = self._stored.genes_dtype, self._stored.indptr_dtype
         self._bits = np.dtype(f"u{self.dtype.itemsize}")  # values are only moved, and numba has no float16
         self._genes = smallest_index(self.n_genes)

@@ -53,11 +53,11 @@ class SourceMatrix(ABC):
     """One matrix to be stored. A context manager: on exit it removes its temporary files.
 
     `dtype`, `genes_dtype` and `indptr_dtype` are the dtypes in the source. `n_stored` is the number of values stored
-    there.
+    there or a larger one, or None if only reading all of them tells it.
     """
 
     encoding: str  # "csr", "csc" or "dense"
-    n_stored: int
+    n_stored: int | None
     dtype: np.dtype[Any]
     genes_dtype: np.dtype[Any]
     indptr_dtype: np.dtype[Any]
@@ -68,8 +68,8 @@ class SourceMatrix(ABC):
         self.n_genes = n_genes
 
     @property
-    def n_reads(self) -> int:
-        """The number of values that `first_pass` reports to `advance` in total."""
+    def n_reads(self) -> int | None:
+        """The number of values that `first_pass` reports to `advance` in total, if it is known."""
         return self.n_stored
 
     def first_pass(self, advance: Advance) -> Iterator[Window]:

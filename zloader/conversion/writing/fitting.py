@@ -152,7 +152,7 @@ class FittedMatrix(SourceMatrix):
         self.n_stored, self.genes_dtype, self.indptr_dtype = inner.n_stored, inner.genes_dtype, inner.indptr_dtype
 
     @property
-    def n_reads(self) -> int:
+    def n_reads(self) -> int | None:
         return self._inner.n_reads
 
     def first_pass(self, advance: Advance) -> Iterator[Window]:

@@ -1,0 +1,141 @@
+"""`zl.Parquet`: a row per cell, with its genes and their values in two columns of lists, as on Hugging Face.
+
+The footers of all files are read at once, and the file with the names of genes. `list_rows` reads the rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from zloader.common.errors import OptionError, SourceError
+from zloader.common.messages import listed
+from zloader.conversion.sources.anndata_input import Input
+from zloader.conversion.sources.arrow import digest_of, named_genes
+from zloader.conversion.sources.list_rows import ListRows
+from zloader.conversion.sources.locations import SourceLocation, source_locations
+from zloader.conversion.sources.parquet_file import ListFile, read_whole
+from zloader.conversion.sources.row_source import RowInput
+from zloader.conversion.sources.source_format import Place, SourceFormat, library
+
+_LISTS = (("genes", "expressions"), ("gene_token_id", "gene_expression"))  # Tahoe-100M, X-Atlas/Orion
+_IDS = ("token_id", "gene_token_id", "gene_id", "id")  # columns of gene metadata
+_MOST_ID = 1 << 27  # the look-up table takes 4 bytes per id
+_PANDAS_INDEX = "__index_level_0__"
+_FOOTERS = 8  # read at a time
+
+
+@dataclass(frozen=True)
+class Parquet(SourceFormat):
+    """Cells in Parquet files, as a source of `zl.convert`, `zl.append` and `zl.verify`: a row per cell, genes in lists.
+
+    >>> import pyarrow as pa, pyarrow.parquet as pq
+    >>> import zloader as zl
+    >>> pq.write_table(pa.table({"genes": [[3, 4], [4]], "expressions": [[1.0, 2.0], [5.0]]}), "cells.parquet")
+    >>> pq.write_table(pa.table({"token_id": [3, 4], "gene_symbol": ["A", "B"]}), "genes.parquet")
+    >>> zl.convert(zl.Parquet("cells.parquet", gene_metadata="genes.parquet"), "cells_of_lists.zarr").values
+    3
+
+    - `url`: a file, a directory of files, a glob, or a list of them. URLs of any fsspec scheme, also `hf://datasets/...`.
+    - `gene_metadata`: a Parquet file with a row for each gene. It becomes var. Its names of genes are the first of
+      `ensembl_id`, `gene_symbol`, `gene_name` or another column of text that has no repeated values.
+    - `lists`: the two columns of lists: the ids of the genes of a cell, and their values. By default `genes` and
+      `expressions`, or `gene_token_id` and `gene_expression`. Other columns become obs.
+    - `gene_id`: the column of `gene_metadata` with the ids. By default `token_id`, `gene_token_id`, `gene_id` or `id`.
+    - `obs_names`: the column with the names of cells. By default they are numbered.
+
+    The marker (gene 1, value -2) that begins each row of Tahoe-100M is left out, with a warning.
+    """
+
+    endings = (".parquet",)
+    marks = ("*.parquet",)
+
+    url: Place | Sequence[Place]
+    gene_metadata: Place | None = field(default=None, kw_only=True)
+    lists: tuple[str, str] | None = field(default=None, kw_only=True)
+    gene_id: str | None = field(default=None, kw_only=True)
+    obs_names: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.lists is not None and (isinstance(self.lists, str) or len(self.lists) != 2):
+            raise OptionError(f"lists must be two names of columns, such as {_LISTS[0]}, not {self.lists!r}")
+
+    def open(self, storage_options: Mapping[str, Any]) -> Input:
+        library("pyarrow.parquet", source=str(self.url), extra="parquet")
+        given = [self.url] if isinstance(self.url, (str, os.PathLike)) else list(self.url)
+        places = [each for url in given for place in source_locations(url, storage_options) for each in _files(place)]
+        name = listed((place.name for place in places), 1)
+        if self.gene_metadata is None:
+            raise SourceError(
+                f"{name} has only the ids of genes: name the Parquet file with their names with "
+                "zl.Parquet(..., gene_metadata=...) (--gene-metadata FILE)"
+            )
+        (genes,) = source_locations(self.gene_metadata, storage_options)
+        with ThreadPoolExecutor(_FOOTERS, thread_name_prefix="zloader-footers") as threads:
+            files = list(threads.map(ListFile.read, places))
+        columns = (*_list_columns(files[0], self.lists), _index_column(files[0], self.obs_names))
+        objects = [(place.label, size, tag) for place in [*places, genes] for _, size, tag in place.objects()]
+        source = ListRows(files, columns, *_gene_axis(genes, self.gene_id))
+        source.fingerprint = digest_of(objects, columns, self.gene_id)
+        label = places[0].label if len(places) == 1 else places[0].path.split("/")[-2]
+        return RowInput(source, name, label, objects=objects)
+
+
+def _files(place: SourceLocation) -> list[SourceLocation]:
+    """A file, or the Parquet files of a directory in the order of their names."""
+    if place.entry()["type"] != "directory":
+        return [place]
+    files = [place.below(name) for name in place.names() if name.endswith(".parquet")]
+    if not files:
+        raise SourceError(f"{place.name} has no .parquet file: name the directory that has them, or a glob")
+    return files
+
+
+def _list_columns(file: ListFile, given: tuple[str, str] | None) -> tuple[str, str]:
+    """The names of the two columns of lists. Raises SourceError if the file lacks them, or if they are no lists."""
+    found = next((pair for pair in _LISTS if set(pair) <= set(file.types)), None) if given is None else given
+    if found is None or not set(found) <= set(file.types):
+        wanted = "genes and expressions" if given is None else listed(given)
+        raise SourceError(
+            f"{file.place.name} has no columns {wanted}: name the two columns of lists, of ids of genes and of their "
+            f"values, with zl.Parquet(..., lists=(GENES, VALUES)) (--lists GENES,VALUES). It has {listed(file.types)}"
+        )
+    for name, kinds in zip(found, (("i", "u"), ("i", "u", "f")), strict=True):
+        if file.list_kind(name) not in kinds:
+            what = "integers, the ids of genes" if "f" not in kinds else "numbers"
+            raise SourceError(f"{file.place.name}: column {name!r} is {file.types[name]}, but must be lists of {what}")
+    return found
+
+
+def _index_column(file: ListFile, given: str | None) -> str | None:
+    if given is not None and given not in file.types:
+        raise SourceError(f"{file.place.name} has no column {given!r} with names of cells: it has {listed(file.types)}")
+    return given or (_PANDAS_INDEX if _PANDAS_INDEX in file.types else None)
+
+
+def _gene_axis(place: SourceLocation, gene_id: str | None) -> tuple[pd.DataFrame, NDArray[np.int32]]:
+    """var, and the position in it of each id: -1 for an id that no gene has. Raises SourceError."""
+    frame = read_whole(place).to_pandas()
+    integers = [name for name in frame if frame[name].dtype.kind in "iu"]
+    column = next((name for name in _IDS if name in integers), None) if gene_id is None else gene_id
+    if column is None or column not in integers:
+        raise SourceError(
+            f"{place.name} has no column {column or 'token_id'!r} of integers, the ids of genes: name it with "
+            f"zl.Parquet(..., gene_id=...) (--gene-id NAME). It has {listed(frame)}"
+        )
+    ids = frame[column].to_numpy()
+    wrong = np.flatnonzero((ids < 0) | (ids > _MOST_ID) | frame[column].duplicated().to_numpy())
+    if len(wrong):
+        row = int(wrong[0])
+        why = f"must be from 0 to {_MOST_ID}" if not 0 <= ids[row] <= _MOST_ID else "is given to an earlier gene, too"
+        raise SourceError(f"{place.name}: {column} {ids[row]} in row {row} {why}")
+    positions = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
+    positions[ids] = np.arange(len(ids), dtype=np.int32)
+    return named_genes(frame, place.name), positions
