@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import anndata as ad
 import numpy as np
@@ -27,6 +28,7 @@ from zloader.integrations.scvi import MuDataModule  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 N_ROWS = 400
+PAGE = Path(__file__).parents[2] / "docs" / "scvi.md"
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
 SMALL = {"n_hidden": 16, "n_latent": 4, "empirical_protein_background_prior": False}
 BY_MODALITY = {"rna_layer": "rna", "protein_layer": "prot"}
@@ -82,6 +84,7 @@ def cite(n_rows=N_ROWS):
     mdata = md.MuData({"rna": rna, "prot": prot})
     mdata.obs["donor"] = pd.Categorical(donor)
     mdata.obs["panel"] = np.where(donor == "d1", "one", "two")
+    mdata.obs["level_2"] = 1.5
     mdata.obs["level"] = np.linspace(-1, 1, n_rows)
     return mdata
 
@@ -228,6 +231,18 @@ def padded(mdata):
     return made
 
 
+def test_the_priors_of_the_sample_are_near_those_of_all_rows(dataset, mdata):
+    options = {"n_hidden": 16, "n_latent": 4, "empirical_protein_background_prior": True}
+    options["use_observed_lib_size"] = False
+    np.random.seed(0)  # noqa: NPY002 - scvi-tools draws the rows of the prior with it
+    found = of_proteins(dataset).model(TOTALVI, **options)
+    assert found.adata.mod["rna"].n_obs == 100 < found.adata.n_obs == N_ROWS
+    expected = in_memory(TOTALVI, mdata, {"modalities": BY_MODALITY}, **options)
+    of_all, of_sample = (model.module.state_dict() for model in (expected, found))
+    for name, most in {"library_log_means": 0.02, "library_log_vars": 0.01, "background_pro_alpha": 0.1}.items():
+        np.testing.assert_allclose(of_sample[name], of_all[name], atol=most)
+
+
 def test_chosen_genes_in_their_order(dataset, mdata):
     genes = {"rna:X": ["g7", "g3", "g30"], "prot:X": np.arange(13) != 4}
     dm = of_proteins(dataset, genes=genes)
@@ -277,7 +292,7 @@ def test_multivi_trains_from_rows_that_lack_a_modality(tmp_path):
     loaded = dm.load(MULTIVI, tmp_path / "multivi", accelerator="cpu")
     np.testing.assert_array_equal(loaded.get_latent_representation(modality=of), latent)
     with pytest.raises(OptionError, match="modality_weights='cell' has a weight for each row"):
-        dm.model(MULTIVI, modality_weights="cell")
+        dm.model(MULTIVI, modality_weights="cell", n_latent=4, n_hidden=16)
     with pytest.raises(OptionError, match="TOTALVI needs rna and proteins"):
         dm.model(TOTALVI)
 
@@ -305,13 +320,13 @@ def test_totalvi_refuses_rows_without_a_modality(tmp_path):
 ERRORS = {
     "takes no panel_key": ({"panel_key": "panel"}, MULTIVI, {}, OptionError),
     "must be TOTALVI or MULTIVI, not": ({}, "TOTALVI", {}, OptionError),
-    "size_factor_key of TOTALVI takes columns of one": (
-        {"size_factor_key": ["level", "rna:size"]},
+    "size_factor_key is one obs column for TOTALVI": (
+        {"size_factor_key": ["level", "level_2"]},
         TOTALVI,
         {},
         OptionError,
     ),
-    "categorical_covariate_keys of TOTALVI takes columns of one modality": (
+    "categorical_covariate_keys of scvi-tools takes columns of one modality": (
         {"categorical_covariate_keys": ["donor", "rna:lane"]},
         TOTALVI,
         {},
@@ -320,6 +335,7 @@ ERRORS = {
     "matrices of different modalities, such as 'rna:X'": ({"rna": "X"}, TOTALVI, {}, OptionError),
     "must be names of matrices": ({"rna": ["rna:X"]}, TOTALVI, {}, OptionError),
     "holds no numbers": ({"continuous_covariate_keys": ["donor"]}, TOTALVI, {}, OptionError),
+    "batch_key must be the name of one": ({"batch_key": ["donor"]}, TOTALVI, {}, OptionError),
     "'Donor'": ({"batch_key": "Donor"}, TOTALVI, {}, MissingColumnError),
     "shuffle_set_split=...": ({}, TOTALVI, {"shuffle_set_split": False}, OptionError),
     "external_indexing=...": ({}, TOTALVI, {"external_indexing": [np.arange(3)]}, OptionError),
@@ -348,3 +364,22 @@ def test_a_query_brings_a_new_batch(dataset, tmp_path):
 def test_the_sample_has_every_protein_that_a_batch_has(dataset, mdata):
     mask = of_proteins(dataset, batch_key="donor").model(TOTALVI, **SMALL).protein_state_registry["protein_batch_mask"]
     assert [mask[str(batch)][:2].tolist() for batch in range(3)] == [[True, True], [False, True], [True, True]]
+
+
+@pytest.mark.slow  # trains models
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, n_donors in {"cite": 4, "query": 5}.items():
+        mdata = cite(200)
+        mdata.obs["donor"] = [f"donor {row % n_donors}" for row in range(200)]
+        mdata[
+            mdata.obs["donor"].isin(["donor 4"] if n_donors == 5 else ["donor 0", "donor 1", "donor 3"])
+        ].copy().write(f"{name}.h5mu")
+    text = PAGE.read_text().split("## TOTALVI and MULTIVI")[1]
+    names = {"__name__": "__main__"}
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE), 1):
+        exec(compile(block, f"scvi.md, block {number} of several modalities", "exec"), names)
+    assert names["joint"].shape == (150, 10)
+    assert len(names["paired"]) == 150
+    assert names["expression"].shape == (50, 40)
+    assert names["mapped_totalvi"].summary_stats["n_batch"] == 4

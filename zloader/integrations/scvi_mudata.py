@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -39,6 +40,20 @@ _KEYS = {  # of scvi's tensors, by the option of `setup_mudata` that names the l
     "atac_layer": REGISTRY_KEYS.ATAC_X_KEY,
     "protein_layer": REGISTRY_KEYS.PROTEIN_EXP_KEY,
 }
+_COLUMNS = (
+    "batch_key",
+    "panel_key",
+    "size_factor_key",
+    "categorical_covariate_keys",
+    "continuous_covariate_keys",
+)
+
+
+def _listed(option: str, given: str | Sequence[str] | None) -> list[str]:
+    """The obs columns of an option, which is a name or a list of names."""
+    if option in ("batch_key", "panel_key") and not isinstance(given, str | None):
+        raise OptionError(f"{option} must be the name of one obs column, not {given!r:.100}")
+    return names_of(**{option: [given] if isinstance(given, str) and not option.endswith("s") else given or []})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,11 +86,6 @@ class _Encoder:
         if self.indices:
             tensors[_INDICES] = minibatch.index[:, None]
         return tensors
-
-
-def _require_known(model_class: Any) -> None:
-    if not (isinstance(model_class, type) and issubclass(model_class, TOTALVI | MULTIVI)):
-        raise OptionError(f"the model must be TOTALVI or MULTIVI, not {model_class!r:.100}")
 
 
 @answers
@@ -144,10 +154,10 @@ class MuDataModule(TrainingRows):
         given = {"rna_layer": self.rna, "atac_layer": self.atac, "protein_layer": self.proteins}
         self._layers = {option: name for option, name in given.items() if name is not None}
         self._require_matrices()
-        factors = [self.size_factor_key] if isinstance(self.size_factor_key, str) else self.size_factor_key or []
-        self._size_factors = names_of(size_factor_key=factors)
-        self._categorical = names_of(categorical_covariate_keys=self.categorical_covariate_keys or [])
-        self._continuous = names_of(continuous_covariate_keys=self.continuous_covariate_keys or [])
+        self._columns = {option: names for option in _COLUMNS if (names := _listed(option, getattr(self, option)))}
+        self._size_factors = self._columns.get("size_factor_key", [])
+        self._categorical = self._columns.get("categorical_covariate_keys", [])
+        self._continuous = self._columns.get("continuous_covariate_keys", [])
         self._contents = Contents(genes=self._genes_of_matrices(), columns=self._places())
         require_finite(self.dataset, self._size_factors + self._continuous)
         labelled = [None, self.batch_key, self.panel_key, *self._categorical]
@@ -181,10 +191,8 @@ class MuDataModule(TrainingRows):
 
     def _places(self) -> dict[str, tuple[str | None, str]]:
         """The modality of each obs column, and its name there."""
-        keys = [each for each in (self.batch_key, self.panel_key) if each is not None]
-        columns = dict.fromkeys([*keys, *self._size_factors, *self._categorical, *self._continuous])
-        store = self.dataset.stores[0]
-        return {name: store.modality_of_column(name) or (None, name) for name in columns}
+        store, names = self.dataset.stores[0], dict.fromkeys(itertools.chain(*self._columns.values()))
+        return {name: store.modality_of_column(name) or (None, name) for name in names}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{len(genes)} columns of {name}" for name, genes in self._contents.genes.items())
@@ -238,34 +246,29 @@ class MuDataModule(TrainingRows):
 
     def _setup_of(self, model_class: Any) -> dict[str, Any]:
         """The options of `setup_mudata`."""
-        _require_known(model_class)
-        joint = issubclass(model_class, TOTALVI)
-        if joint and not {"rna_layer", "protein_layer"} <= self._layers.keys():
+        known = isinstance(model_class, type) and issubclass(model_class, TOTALVI | MULTIVI)
+        if not known:
+            raise OptionError(f"the model must be TOTALVI or MULTIVI, not {model_class!r:.100}")
+        if issubclass(model_class, TOTALVI) and (self.rna is None or self.proteins is None):
             raise OptionError("TOTALVI needs rna and proteins, such as rna='rna:X', proteins='prot:X'")
-        columns = {"batch_key": self.batch_key, "panel_key": self.panel_key, "size_factor_key": self._size_factors}
-        columns |= {
-            "categorical_covariate_keys": self._categorical,
-            "continuous_covariate_keys": self._continuous,
-        }
         setup: dict[str, Any] = {}
         modalities = {option: modality_of(name) for option, name in self._layers.items()}
         for option, name in self._layers.items():
             path = name.partition(":")[2]
             setup[option] = None if path == "X" else path.removeprefix("layers/")
-        for option, given in columns.items():
-            single = isinstance(given, str) or (option == "size_factor_key" and joint)
-            places = [self._contents.columns[name] for name in ([given] if isinstance(given, str) else given or [])]
-            if not places:
-                continue
-            if len({modality for modality, _ in places}) > 1 or (single and len(places) > 1):
-                raise OptionError(f"{option} of {model_class.__name__} takes columns of one modality, not {given!r}")
-            names = [name for _, name in places]
-            setup[option] = names[0] if single else names
-            if places[0][0] is not None:
-                modalities[option] = places[0][0]
+        for option, columns in self._columns.items():
+            owners, names = zip(*map(self._contents.columns.__getitem__, columns), strict=True)
+            single = option in ("batch_key", "panel_key") or (option == "size_factor_key" and len(names) == 1)
+            if len(set(owners)) > 1:
+                raise OptionError(f"{option} of scvi-tools takes columns of one modality, not {', '.join(columns)}")
+            setup[option] = names[0] if single else list(names)
+            if owners[0] is not None:
+                modalities[option] = owners[0]
         taken = inspect.signature(model_class.setup_mudata).parameters
         if wrong := [option for option in setup if option not in taken]:
             raise OptionError(f"{model_class.__name__} takes no {wrong[0].removesuffix('_layer')}: leave it out")
+        if issubclass(model_class, TOTALVI) != (len(self._size_factors) == 1) and self._size_factors:
+            raise OptionError("size_factor_key is one obs column for TOTALVI, and a list of two for MULTIVI")
         return setup | {"modalities": modalities}
 
     def _require_all_modalities(self) -> None:
@@ -316,7 +319,9 @@ class MuDataModule(TrainingRows):
         batch_size, train_size = options.pop("batch_size"), options.pop("train_size", None)
         self.set_split(train_size, options.pop("validation_size", None))
         options.pop("distributed_sampler", None)  # the Loader asks the Trainer
-        if wrong := [name for name, value in options.items() if value not in (None, name == "shuffle_set_split")]:
+        if wrong := [
+            name for name, value in options.items() if value is not None and value is not (name == "shuffle_set_split")
+        ]:
             raise OptionError(f"model.train({wrong[0]}=...) has no effect on a MuDataModule: leave it out")
         require_count(batch_size=batch_size)
         self.batch_size = batch_size
