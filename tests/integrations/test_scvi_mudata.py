@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import anndata as ad
@@ -129,7 +130,7 @@ def assert_equal(found, expected, where=""):
             assert_equal(found[key], expected[key], f"{where}/{key}")
     elif isinstance(expected, np.ndarray):
         assert found.dtype == expected.dtype, where
-        assert list(found) == list(expected), where
+        assert found.tolist() == expected.tolist(), where
     else:
         assert found == expected, where
 
@@ -154,7 +155,11 @@ def test_the_registry_and_the_minibatches_are_those_of_setup_mudata(dataset, mda
     assert_same_tensors(dm.inference_dataloader(model, batch_size=64), expected._make_data_loader(mdata, batch_size=64))
 
 
-def test_it_trains_and_its_methods_see_all_rows(dataset, mdata, tmp_path):
+def test_it_trains_from_a_bucket_and_its_methods_see_all_rows(mdata, sim, tmp_path):
+    (tmp_path / "atlas").mkdir()
+    mdata.write_h5mu(tmp_path / "atlas" / "cite.h5mu")
+    options = {"key": "any", "secret": "any", "endpoint_url": sim(root=tmp_path).url}
+    dataset = zl.open_dataset("s3://atlas/cite.h5mu", storage_options=options)
     dm = of_proteins(dataset, batch_key="donor")
     model = dm.model(TOTALVI, **SMALL)
     seen = []
@@ -216,6 +221,7 @@ def multiome(n_rows=N_ROWS):
     mdata = md.MuData({"rna": rna, "atac": atac})
     mdata.obs["kind"] = pd.Categorical(mdata.obs_names.map(dict(zip(names, kind, strict=True))))
     mdata.obs["lane"] = np.resize(["x", "y"], n_rows)
+    mdata.obs["size_rna"], mdata.obs["size_atac"] = np.linspace(50, 150, n_rows), np.linspace(0.2, 0.8, n_rows)
     return mdata
 
 
@@ -272,9 +278,9 @@ def test_multivi_trains_from_rows_that_lack_a_modality(tmp_path):
     stored = multiome()
     stored.write_zarr(tmp_path / "m.zarr")
     dataset = zl.open_dataset(tmp_path / "m.zarr")
-    dm = MuDataModule(dataset, atac="atac:X", batch_key="kind", categorical_covariate_keys=["lane"], sample_rows=50)
+    setup = {"batch_key": "kind", "categorical_covariate_keys": ["lane"], "size_factor_key": ["size_rna", "size_atac"]}
+    dm = MuDataModule(dataset, atac="atac:X", sample_rows=50, **setup)
     model = dm.model(MULTIVI, n_latent=4, n_hidden=16)
-    setup = {"batch_key": "kind", "categorical_covariate_keys": ["lane"]}
     setup["modalities"] = {"rna_layer": "rna", "atac_layer": "atac"}
     mdata = padded(stored)
     expected = in_memory(MULTIVI, mdata, setup, n_latent=4, n_hidden=16)
@@ -315,6 +321,24 @@ def test_totalvi_refuses_rows_without_a_modality(tmp_path):
         of_proteins(dataset, batch_key="prot:lot")
     with pytest.raises(OptionError, match="TOTALVI takes no atac: leave it out"):
         of_proteins(dataset, atac="atac:X").model(TOTALVI)
+
+
+def test_matrices_of_other_kinds(tmp_path):
+    """RNA that is dense, proteins that are sparse whole numbers."""
+    mdata = cite(60)
+    mdata["rna"].X, mdata["prot"].X = mdata["rna"].X.toarray(), sp.csr_matrix(mdata["prot"].X.astype("int64"))
+    mdata.write_h5mu(tmp_path / "m.h5mu")
+    dm = of_proteins(zl.open_dataset(tmp_path / "m.h5mu"), batch_key="donor", sample_rows=8)
+    model = dm.model(TOTALVI, **SMALL)
+    expected = in_memory(TOTALVI, mdata, {"batch_key": "donor", "modalities": BY_MODALITY}, **SMALL)
+    assert_equal(model.registry, expected.registry)
+    assert_same_tensors(dm.inference_dataloader(model, batch_size=7), expected._make_data_loader(mdata, batch_size=7))
+
+
+def test_a_module_in_place_of_a_mudata(dataset):
+    for take in (partial(TOTALVI.setup_mudata, modalities=BY_MODALITY), TOTALVI):
+        with pytest.raises(OptionError, match=r"is not a MuData: write dm.model\(TOTALVI, n_latent=10\), not TOTALVI"):
+            take(of_proteins(dataset))
 
 
 ERRORS = {

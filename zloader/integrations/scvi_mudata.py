@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -199,6 +199,11 @@ class MuDataModule(TrainingRows):
         return f"MuDataModule({self.n_train} rows for training, {self.n_val} for validation, {sizes})"
 
     __str__ = __repr__  # Lightning's takes minibatches for DataLoaders
+
+    @property
+    def uns(self) -> NoReturn:
+        """Not there: scvi-tools asks for it of a MuData, when a model is given a module in the place of one."""
+        raise OptionError("a MuDataModule is not a MuData: write dm.model(TOTALVI, n_latent=10), not TOTALVI(dm, ...)")
 
     # ---- the model
 
