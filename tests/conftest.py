@@ -68,7 +68,9 @@ class _InTurn(contextlib.ContextDecorator):
         self._thread.release()
 
 
-_LONG_FILES = {"test_pretrain.py", "test_stream.py", "test_docs.py", "test_notebooks.py", "test_scvi.py"}
+_LONG_FILES = {
+    *("test_pretrain.py", "test_stream.py", "test_docs.py", "test_notebooks.py", "test_scvi.py", "test_scvi_mudata.py")
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers

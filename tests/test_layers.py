@@ -63,8 +63,10 @@ MAY_IMPORT = {
         "zloader.integrations.scvi",
         "zloader.integrations.scvi_registry",
         "zloader.integrations.scvi_encoding",
+        "zloader.integrations.scvi_mudata",
+        "zloader.integrations.scvi_rows",
     },
-    "lightning": {"zloader.integrations.lightning", "zloader.integrations.scvi"},
+    "lightning": {"zloader.integrations.lightning", "zloader.integrations.scvi_rows"},
     "ray": {
         "zloader.ray",
         "zloader.ray.producers",

@@ -97,7 +97,7 @@ _OF_ANNDATA = {
     "uns": (
         "for scvi-tools, make dm = zloader.integrations.scvi.DataModule(dataset, batch_key=...), then "
         "SCVI(registry=dm.registry) in place of setup_anndata, or "
-        "load_query_data(reference_model=..., registry=dm.registry)"
+        "load_query_data(reference_model=..., registry=dm.registry); for TOTALVI and MULTIVI, MuDataModule"
     ),
 }
 

@@ -15,7 +15,6 @@ import torch
 
 try:
     import scvi
-    from lightning.pytorch import LightningDataModule
     from scvi.train import SemiSupervisedTrainingPlan, TrainingPlan
 except ImportError as error:
     raise ImportError(f'zloader.integrations.scvi needs scvi-tools ({error}): pip install "zloader[scvi]"') from error
@@ -26,7 +25,6 @@ from zloader.common.keywords import answers
 from zloader.common.messages import warn_user
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
-from zloader.integrations.lightning import rank_of
 from zloader.integrations.scvi_encoding import (
     UNLABELED,
     MinibatchEncoder,
@@ -34,6 +32,7 @@ from zloader.integrations.scvi_encoding import (
     labels_of,
     require_finite,
 )
+from zloader.integrations.scvi_mudata import MuDataModule
 from zloader.integrations.scvi_registry import (
     ALONE,
     Described,
@@ -44,21 +43,16 @@ from zloader.integrations.scvi_registry import (
     require_own,
     warn_unless_counts,
 )
+from zloader.integrations.scvi_rows import TrainingRows
 from zloader.selecting.genes import Genes
-from zloader.training.devices import copied
-from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
-__all__ = ["DataModule"]
-
-_TRAINING_ONLY = ("sampling", "drop_last", "remainder")  # options of a Loader for shuffled rows
-_OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_world_size", "parts", "redeal", "options")
-_DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
+__all__ = ["DataModule", "MuDataModule"]
 
 
 @answers
 @dataclass(eq=False, repr=False)
-class DataModule(Described, LightningDataModule):
+class DataModule(Described, TrainingRows):
     """A dataset for scvi-tools: `registry` builds the model, and `train(datamodule=...)` takes the module itself.
 
     >>> import zloader as zl
@@ -128,14 +122,11 @@ class DataModule(Described, LightningDataModule):
     loader_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__init__()
-        require_dataset(self.dataset)
+        self._begin()
         self._known = self.dataset if self.categories is None else self.categories
         require_dataset(self._known)
         require_count(batch_size=self.batch_size)
         require_one_of(("SCVI", "SCANVI"), model_name=self.model_name)
-        for name in self.loader_options:
-            require_one_of(_OPTIONS, **{"an option in loader_options": name})
         if not isinstance(self.x, str):
             raise OptionError(f"x must be the name of one matrix, such as 'X' or 'layers/counts', not {self.x!r:.100}")
         for option in ("batch_key", "label_key"):
@@ -150,10 +141,6 @@ class DataModule(Described, LightningDataModule):
         self.training_rows, self.validation_rows = self._split()
         if self._semisupervised:
             self._labelled_rows()  # raises if there are none
-        self._batches: TrainingBatches | None = None
-        self._made_for: tuple[Any, ...] = ()
-        self._restored: Mapping[str, Any] | None = None
-        self.data_loader_kwargs: dict[str, Any] = {}  # scvi's logger for MLflow reads it
         self._shuffled(self.training_rows, None, **ALONE)  # raises for options that cannot be used
         warn_unless_counts(self.dataset, self.x)
 
@@ -219,31 +206,6 @@ class DataModule(Described, LightningDataModule):
 
     # ---- rows
 
-    @property
-    def n_train(self) -> int:
-        """The number of rows for training."""
-        return self.training_rows.n_obs
-
-    @property
-    def n_val(self) -> int:
-        """The number of rows for validation."""
-        return self.validation_rows.n_obs
-
-    def _split(self) -> tuple[Dataset, Dataset]:
-        dataset = self.dataset
-        if self.validation is not None:
-            if (self.split_by, self.stratify, self.validation_size) != (None, None, None):
-                raise OptionError("the rows for validation are given: leave out split_by, stratify, validation_size")
-            held_out = dataset.rows_of(self.validation).mask()
-            return dataset.where(~held_out), dataset.where(held_out)
-        sizes: list[Any] = [self.train_size, self.validation_size]
-        if isinstance(self.train_size, float):
-            sizes[1] = max(1.0 - self.train_size, 0.0) if self.validation_size is None else self.validation_size
-        elif self.validation_size is None and isinstance(self.train_size, int):
-            sizes[1] = max(dataset.n_obs - self.train_size, 0)
-        parts = dataset.split(sizes, by=self.split_by, stratify=self.stratify, seed=self.seed)
-        return parts[0], parts[1]
-
     def _labelled_rows(self) -> Dataset | None:
         """The labelled rows for training, if these are others than all and than none."""
         if self.label_key is None:
@@ -256,75 +218,17 @@ class DataModule(Described, LightningDataModule):
             )
         return self.training_rows.where(known) if known.any() and not known.all() else None
 
-    def _loader(self, rows: Dataset, device: torch.device | None, encoder: MinibatchEncoder, **options: Any) -> Loader:
-        made = {
-            "batch_size": self.batch_size,
-            "genes": self._genes_in(rows),
-            "layout": "dense" if device is None else "packed",
-            "device": device if device is not None and device.type in _DEVICES else None,
-        }
-        options = made | rank_of(self.trainer) | options
-        return Loader(rows, x=self.x, obs=encoder.columns, seed=self.seed, **options)
-
-    def _in_order(self, rows: Dataset, device: torch.device | None, encoder: MinibatchEncoder, **more: Any) -> Loader:
-        options = {name: value for name, value in self.loader_options.items() if name not in _TRAINING_ONLY}
-        return self._loader(rows, device, encoder, shuffle=False, **options | more)
-
-    def _shuffled(self, rows: Dataset, device: torch.device | None, **place: int) -> Loader:
-        """The rows in a new order each epoch, in minibatches of more than one row."""
-        options = {**self.loader_options, **place}
-        loader = self._loader(rows, device, self._encoder, **options)
-        ranks = loader.plan(0).world_size
-        if loader.drop_last or not 0 < len(rows) % (self.batch_size * ranks) < 2 * ranks:
-            return loader
-        if len(rows) < self.batch_size * ranks:
-            raise OptionError(
-                f"batch normalisation trains on 2 rows or more, and there are {len(rows)} for {ranks} ranks: choose "
-                "more rows for training"
-            )
-        return self._loader(rows, device, self._encoder, **options | {"drop_last": True})
-
     # ---- Lightning
 
     def train_dataloader(self) -> TrainingBatches:
         """The rows for training, in a new order each epoch. A second training goes on with new orders."""
-        device = self._device
         model: Any = getattr(self.trainer, "_model", None)
         labelled = self._labelled_rows() if self._semisupervised else None
         require_own(model, self, semisupervised=self._semisupervised, some_unlabelled=self._some_unlabelled)
         if hasattr(model, "registry_"):  # SCANVI.from_scvi_model takes SCVI's, and `load` refuses another class
             model.registry_ = model.registry_ | {"model_name": type(model).__name__}
             model.save = partial(type(model).save, model, datamodule=self)  # scvi's own fails without a module
-        if self._batches is None or self._made_for != (device, self.batch_size, self._semisupervised):
-            before, self._made_for = self._batches, (device, self.batch_size, self._semisupervised)
-            self._batches = TrainingBatches(
-                self._shuffled(self.training_rows, device),
-                None if labelled is None else self._shuffled(labelled, device),
-            )
-            if before is not None:
-                self._batches.loader.set_epoch(before.next_epoch)
-        if self._restored is not None:
-            self._batches.load_state_dict(self._restored)
-            self._restored = None
-        return self._batches
-
-    def val_dataloader(self) -> Any:
-        """The rows for validation, in order; an empty list if there are none."""
-        return self._in_order(self.validation_rows, self._device, self._encoder) if self.n_val else []
-
-    @property
-    def _device(self) -> torch.device | None:
-        """The device of the training under way, or of the last one; None for the host."""
-        device = None if self.trainer is None else self.trainer.strategy.root_device
-        return None if device is None or device.type == "cpu" else device
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Copies what the Loader has not copied already."""
-        if isinstance(batch, Minibatch):
-            return copied(batch, device)
-        if isinstance(batch, list):
-            return [self.transfer_batch_to_device(each, device, dataloader_idx) for each in batch]
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return self._epochs(labelled)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """The tensors of a minibatch, made where it is. For SCANVI a pair: any rows, and labelled rows."""
@@ -341,14 +245,6 @@ class DataModule(Described, LightningDataModule):
     def _some_unlabelled(self) -> bool:
         labels = self._fields.labels
         return labels.missing is not None and len(labels.labels) > labels.missing
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the training, for Lightning's checkpoints. Those at the end of an epoch have no other."""
-        return {} if self._batches is None else {"training": self._batches.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next training continue there. It raises OptionError for the state of other data or options."""
-        self._restored = state.get("training")
 
     # ---- scvi
 
@@ -371,17 +267,12 @@ class DataModule(Described, LightningDataModule):
         rows = self.dataset if dataset is None else dataset
         require_dataset(rows)
         require_finite(rows, self._fields.continuous)
-        encoder = self._encoder_of(rows)
         where = self._device if device is None else torch.device(device)
-        where = None if where is None or where.type == "cpu" else where
-        loader = self._in_order(
-            rows,
-            where,
-            encoder,
-            batch_size=self.batch_size if batch_size is None else batch_size,
-            **ALONE,
-        )
-        return InferenceBatches(loader=loader, encoder=encoder, device=where)
+        size = self.batch_size if batch_size is None else batch_size
+        return self._inference(rows, self._encoder_of(rows), where, size)
+
+    def _read(self, rows: Dataset) -> dict[str, Any]:
+        return {"x": self.x, "genes": self._genes_in(rows)}
 
     def _genes_in(self, dataset: Dataset) -> Genes | None:
         """The genes of the model as a Loader of a dataset takes them."""
@@ -395,17 +286,3 @@ class DataModule(Described, LightningDataModule):
         if batch_size is not None:
             require_count(batch_size=batch_size)
             self.batch_size = batch_size
-
-    def set_split(
-        self,
-        train_size: float | None = None,
-        validation_size: float | None = None,
-        shuffle_set_split: bool = True,
-        batch_size: int | None = None,
-    ) -> None:
-        """Raises OptionError if `model.train` is asked for another split than the module's; scvi-tools 1.5 calls it."""
-        if train_size not in (None, 0.9, self.train_size) or validation_size not in (None, self.validation_size):
-            raise OptionError(
-                f"model.train(train_size={train_size!r}, validation_size={validation_size!r}) cannot split the rows of "
-                "a data module: give the sizes to DataModule(...)"
-            )

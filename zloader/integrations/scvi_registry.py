@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import OptionError
 from zloader.common.messages import warn_user
 from zloader.dataset.dataset import Dataset
-from zloader.integrations.scvi_encoding import Encoding, MinibatchEncoder, Tensors
+from zloader.integrations.scvi_encoding import Encoding, Tensors
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
@@ -288,12 +288,23 @@ class TrainingBatches:
         return int(state["epoch"]) + bool(state["stretches"])
 
 
+class Encoder(Protocol):
+    """Makes the tensors of a minibatch."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The obs columns that minibatches need."""
+
+    def __call__(self, minibatch: Any) -> Tensors:
+        """The tensors by the names that scvi's modules know."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class InferenceBatches:
     """The rows of a dataset in order, as dicts of tensors: scvi applies no hook of a data module to them."""
 
     loader: Loader
-    encoder: MinibatchEncoder
+    encoder: Encoder
     device: torch.device | None
 
     def __len__(self) -> int:
