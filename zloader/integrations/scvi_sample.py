@@ -108,12 +108,13 @@ def rows_with_proteins(
 
     `reading` are the options of a Loader that reads the proteins alone.
     """
+    options: dict[str, Any] = {**reading, **ALONE, "shuffle": False, "layout": "dense", "batch_size": 4096}
     found: NDArray[np.bool_] | None = None
     further: list[int] = []
     codes = batches.codes_of_rows(dataset)
     for rows in (dataset.where(sample), dataset):
         of_rows = codes[sample] if rows is not dataset else codes
-        for minibatch in Loader(rows, **reading, shuffle=False, layout="dense", batch_size=4096, **ALONE):
+        for minibatch in Loader(rows, **options):
             (x,) = (values.numpy() > 0 for values in minibatch.x.values())
             row = minibatch.row.numpy()
             batch = of_rows[row]
