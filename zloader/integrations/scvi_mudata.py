@@ -294,7 +294,8 @@ class MuDataModule(TrainingRows):
         each = [self._codes[self.batch_key], batches]
         rows = sampled_rows(self.dataset, self.sample_rows, each, self.seed)
         if self.proteins is not None and len(rows) < self.dataset.n_obs:
-            reading = {"x": [self.proteins], "genes": {self.proteins: self._contents.genes[self.proteins].tolist()}}
+            chosen = {name: genes for name, genes in (self.genes or {}).items() if name == self.proteins}
+            reading = {"x": [self.proteins], "genes": chosen or None}
             rows = np.union1d(rows, rows_with_proteins(self.dataset, reading, batches, rows))
         return self._contents.of(self.dataset.where(rows), self._codes)
 
