@@ -65,6 +65,7 @@ class StoredElements(ABC):
     def __init__(self, location: Location, objects: Listing) -> None:
         self.location, self.objects = location, objects
         self._sizes: Mapping[str, int] = objects.sizes
+        self._nodes: tuple[Any, dict[str, Any]] = None, {}  # of a root, by path
 
     @property
     @abstractmethod
@@ -92,9 +93,17 @@ class StoredElements(ABC):
             raise FormatError(f"cannot read {path} of {self.location.url}{damaged}: {error}") from error
 
     def node(self, path: str) -> Any:
-        """The zarr group or array at a path. Raises FormatError if it is missing or zarr cannot read its metadata."""
+        """The zarr group or array at a path. Raises FormatError if it is missing or zarr cannot read its metadata.
+
+        It is kept, because metadata that are not consolidated would be read again each time.
+        """
+        root = self.root
+        if self._nodes[0] is not root:
+            self._nodes = root, {}
         try:
-            return self.root[path]
+            if path not in self._nodes[1]:
+                self._nodes[1][path] = root[path]
+            return self._nodes[1][path]
         except ZloaderError:
             raise
         except (KeyError, AttributeError, IndexError, OverflowError) as error:

@@ -63,7 +63,7 @@ class ModalElements(StoredElements):
         order = self.node("mod").attrs.get("mod-order", names)
         return [str(name) for name in order] if sorted(map(str, order)) == names else names
 
-    @property
+    @cached_property
     def matrix_names(self) -> list[str]:
         """The values that `x` may take: X, raw/X and the layers of this store, or those of its modalities."""
         if not self.modalities:

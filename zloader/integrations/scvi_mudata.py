@@ -278,15 +278,14 @@ class MuDataModule(TrainingRows):
 
     def _require_all_modalities(self) -> None:
         """Raises OptionError if a row lacks a modality."""
-        matrices = list(self._layers.values())
-        for modality, has in self.dataset.matrices.present(matrices).items():
-            rows = np.arange(len(has)) if self.dataset is self.dataset.whole else self.dataset.row_numbers
-            lacking = rows[~has[rows]]
+        modalities = list(dict.fromkeys(filter(None, map(modality_of, self._layers.values()))))
+        every = " & ".join(f"dataset.present({each!r})" for each in modalities)
+        for modality in modalities:
+            lacking = np.flatnonzero(~self.dataset.present(modality))
             if len(lacking):
                 raise OptionError(
                     f"TOTALVI learns from rows that have every modality, but {len(lacking)} of {self.dataset.n_obs} "
-                    f"rows have no {modality}, such as row {lacking[0]}: take the others with dataset.where(mask), "
-                    f"where has = dataset.matrices.present({matrices}) has a mask of all rows for each modality"
+                    f"rows have no {modality}, such as row {lacking[0]}: take the others with dataset.where({every})"
                 )
 
     def _sample(self) -> Sample:
@@ -294,7 +293,8 @@ class MuDataModule(TrainingRows):
         each = [self._codes[self.batch_key], batches]
         rows = sampled_rows(self.dataset, self.sample_rows, each, self.seed)
         if self.proteins is not None and len(rows) < self.dataset.n_obs:
-            reading = {"x": [self.proteins], "genes": {self.proteins: self._contents.genes[self.proteins].tolist()}}
+            chosen = {name: genes for name, genes in (self.genes or {}).items() if name == self.proteins}
+            reading = {"x": [self.proteins], "genes": chosen or None}
             rows = np.union1d(rows, rows_with_proteins(self.dataset, reading, batches, rows))
         return self._contents.of(self.dataset.where(rows), self._codes)
 

@@ -23,6 +23,7 @@ from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.matrices import as_scipy
 from zloader.integrations.scvi_encoding import Encoding
+from zloader.integrations.scvi_registry import ALONE
 from zloader.training.loader import Loader
 
 _OF_EACH_BATCH = 100  # rows, to which TOTALVI fits its prior of the protein background
@@ -107,12 +108,13 @@ def rows_with_proteins(
 
     `reading` are the options of a Loader that reads the proteins alone.
     """
+    options: dict[str, Any] = {**reading, **ALONE, "shuffle": False, "layout": "dense", "batch_size": 4096}
     found: NDArray[np.bool_] | None = None
     further: list[int] = []
     codes = batches.codes_of_rows(dataset)
     for rows in (dataset.where(sample), dataset):
         of_rows = codes[sample] if rows is not dataset else codes
-        for minibatch in Loader(rows, **reading, shuffle=False, layout="dense", batch_size=4096, rank=0, world_size=1):
+        for minibatch in Loader(rows, **options):
             (x,) = (values.numpy() > 0 for values in minibatch.x.values())
             row = minibatch.row.numpy()
             batch = of_rows[row]
