@@ -310,7 +310,9 @@ def test_totalvi_refuses_rows_without_a_modality(tmp_path):
     unpaired = md.MuData({"rna": mdata["rna"], "prot": mdata["prot"][10:].copy(), "atac": atac})
     unpaired.write_h5mu(tmp_path / "u.h5mu")
     dataset = zl.open_dataset(tmp_path / "u.h5mu")
-    with pytest.raises(OptionError, match=r"but 10 of 60 rows have no prot, such as row 0: .*where\(dataset.present\('rna'\) & "):
+    with pytest.raises(
+        OptionError, match=r"but 10 of 60 rows have no prot, such as row 0: .*where\(dataset.present\('rna'\) & "
+    ):
         of_proteins(dataset).model(TOTALVI)
     with pytest.raises(OptionError, match="but 5 of 55 rows have no prot, such as row 0"):
         of_proteins(dataset[5:]).model(TOTALVI)
