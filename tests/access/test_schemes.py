@@ -325,7 +325,7 @@ def test_verify_reads_a_web_store(root, sim):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        pytest.param("ftp://host/a.zarr", "gs://, http://, https://", id="scheme"),
+        pytest.param("ftp://host/a.zarr", "gs://, az://, abfs://, abfss://, hf://, http://", id="scheme"),
         pytest.param("http://", "http://HOST/PATH", id="no host"),
         pytest.param("gs://", "gs://BUCKET/KEY", id="no bucket"),
         pytest.param("https://host/a.zarr?token=hush", "cannot have a query", id="query"),
@@ -364,8 +364,8 @@ def test_the_specs_of_web_and_google_locations():
     assert local["base_url"] == "http://127.0.0.1:1/bucket/c.zarr/"
     with pytest.raises(OptionError, match="GOOGLE_APPLICATION_CREDENTIALS"):
         spec("gs://bucket/c.zarr", token="/path/to/key.json")
-    with pytest.raises(OptionError, match="endpoint_url"):
-        spec("gs://bucket/c.zarr", endpoint_url="http://127.0.0.1:1")
+    with pytest.raises(OptionError, match="endpoint_url of gs:// must have the form"):
+        spec("gs://bucket/c.zarr", token="anon", endpoint_url="127.0.0.1:1")
 
 
 # ---- gs://, against a minimal imitation of Google's servers

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from zloader.access.credentials import S3Access, s3_access
-from zloader.access.google import google_token
+from zloader.access.google import google_endpoint, google_token, paying_project
 from zloader.access.location import Location
 from zloader.common.descriptors import close_with
 
@@ -33,11 +34,7 @@ def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]
     prefix += "/" if prefix else ""
     if location.scheme == "s3":
         return _s3(bucket, prefix, s3_access(location.storage_options), credentials)
-    if google_token(location.storage_options) == "anon":
-        # The gcs driver would sign with any credentials that it finds, and its endpoint cannot be set.
-        endpoint = str(location.storage_options.get("endpoint_url") or _GOOGLE).rstrip("/")
-        return _http(f"{endpoint}/{bucket}/{quote(prefix)}", {})
-    return {"driver": "gcs", "bucket": bucket, "path": prefix, **_requests("gcs")}
+    return _gcs(bucket, prefix, location.storage_options)
 
 
 def _requests(driver: str) -> dict[str, Any]:
@@ -47,6 +44,15 @@ def _requests(driver: str) -> dict[str, Any]:
         # retry.py retries, within a deadline. TensorStore's own retries would go on for 15 minutes.
         f"{driver}_request_retries": {"max_retries": 0},
     }
+
+
+def _gcs(bucket: str, prefix: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    project = paying_project(options)
+    if google_token(options) == "anon":
+        # The gcs driver would sign with any credentials that it finds, and its endpoint cannot be set.
+        return _http(f"{google_endpoint(options) or _GOOGLE}/{bucket}/{quote(prefix)}", {})
+    paid = {"gcs_user_project": {"project_id": project}} if project else {}
+    return {"driver": "gcs", "bucket": bucket, "path": prefix, **paid, **_requests("gcs")}
 
 
 def _http(base_url: str, headers: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from zloader.common.errors import (
@@ -51,6 +51,7 @@ class ReadFailure:
 
     `answer` is the server's answer or the connection's error. `error` is the exception to raise once no retry is left;
     its message includes `verdict` and `advice`. `attempts` limits the attempts (None: the options' `retries` do).
+    `wait_s` is how long the server asks to wait.
     """
 
     answer: str
@@ -60,6 +61,7 @@ class ReadFailure:
         "Is the server overloaded, down or unreachable? To retry longer, set FetchOptions(retries=, deadline_s=)"
     )
     attempts: int | None = None
+    wait_s: float = 0.0
 
 
 MISSING = ReadFailure(
@@ -80,26 +82,35 @@ def truncated(answer: str) -> ReadFailure:
     )
 
 
-def classify_failure(message: str) -> ReadFailure:
-    """The ReadFailure for the message of a TensorStore error."""
+def denied(answer: str, advice: str, attempts: int = 1) -> ReadFailure:
+    """The failure of a read that the server did not permit; `advice` says what to check."""
+    return ReadFailure(
+        answer=answer,
+        error=AccessDeniedError,
+        verdict="was denied",
+        advice=f"Check {advice}, and whether they have expired",
+        attempts=attempts,
+    )
+
+
+RANGE_IGNORED = ReadFailure(
+    answer="the range was ignored by the server", advice="Does a proxy drop the Range header?", attempts=_SHORT_ATTEMPTS
+)
+
+
+def classify_failure(message: str, advice: str) -> ReadFailure:
+    """The ReadFailure for the message of a TensorStore error; `advice` is what to check if access is denied."""
     status, code = message.partition(":")[0], _CODE.search(message)
     reason = " ".join(_DETAILS.split(_PREFIX.sub("", message, count=1))[0].split())[:300]
     answer = f"{code[1]} {reason}" if code else reason
     if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") or _DENIED.search(reason):
-        return ReadFailure(
-            answer=answer,
-            error=AccessDeniedError,
-            verdict="was denied",
-            advice="Check the key and secret in storage_options or the AWS_* variables, and whether they have expired",
-            attempts=1,
-        )
+        return denied(answer, advice)
     if status in _TRANSIENT:
         return ReadFailure(answer=answer)
     if status == "OUT_OF_RANGE":
         return truncated(answer)
     if "was ignored by server" in reason:
-        advice = "Does a proxy drop the Range header?"
-        return ReadFailure(answer=answer, advice=advice, attempts=_SHORT_ATTEMPTS)
+        return replace(RANGE_IGNORED, answer=answer)
     return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
 
 
@@ -250,7 +261,7 @@ class Retrier:
             if failure.error is TruncatedObjectError:
                 await self._reader.check_listed(reading.span)
             raise failure.error(f"{described} {failure.verdict} ({reading}). {failure.advice}")
-        seconds = pause_s(reading.failures, self._random.random())
+        seconds = max(failure.wait_s, pause_s(reading.failures, self._random.random()))
         if now + seconds > reading.began + self._options.deadline_s:
             raise self._deadline_error(reading)
         level = logging.DEBUG

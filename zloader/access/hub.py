@@ -1,0 +1,219 @@
+"""hf:// URLs: datasets, models and buckets of the Hugging Face Hub, found with huggingface_hub and read with obstore.
+
+A branch or tag is resolved to a commit once, when a store is opened. Reading then names the commit, and so do the tags
+of objects, and thus fingerprints.
+
+The Hub answers a read with a redirect to a CDN, and limits how often it is asked. So each object's address at the CDN
+is asked for once, and then used for all reads of it for some minutes. After an answer 429, nothing is asked for until
+the time that the Hub names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from zloader.access.address import Address
+from zloader.access.object_stores import Place, client_options, libraries
+from zloader.access.storage_options import require_known
+from zloader.common.concurrent_calls import aside, concurrently
+from zloader.common.errors import OptionError, StoreNotFoundError
+
+_REPOSITORY = re.compile(
+    r"(?P<kind>(?:datasets|spaces|models|buckets)/)?(?P<name>[^/@]+/[^/@]+)"
+    r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<path>.*))?",
+    re.DOTALL,
+)
+_KEPT_S = 600.0  # addresses at the CDN are valid for an hour
+_ASKED_AT_ONCE = 16  # addresses
+_TIMEOUT_S = 20.0  # of one question
+_needed = functools.partial(libraries, "hf", "huggingface_hub and obstore", "hf")
+
+
+def _parts(url: str, rest: str) -> re.Match[str]:
+    found = _REPOSITORY.fullmatch(rest)
+    if found is None:
+        raise OptionError(
+            f"cannot open {url!r}: write hf://datasets/ORG/NAME/PATH, hf://datasets/ORG/NAME@REVISION/PATH, "
+            "hf://buckets/ORG/NAME/PATH or, for a model, hf://ORG/NAME/PATH"
+        )
+    if found["kind"] == "buckets/" and found["revision"]:
+        raise OptionError(f"cannot open {url!r}: a bucket has no revisions. Leave out @{found['revision']}")
+    return found
+
+
+def hub_path(url: str, rest: str, revision: str) -> str:
+    """What HfFileSystem calls an object, at `revision` if it is not empty. Raises OptionError."""
+    found = _parts(url, rest)
+    revision = revision or found["revision"] or ""
+    at = f"@{quote(revision, safe='%')}" if revision else ""
+    return f"{found['kind'] or ''}{found['name']}{at}" + (f"/{found['path']}" if found["path"] else "")
+
+
+def hub_revision(location: Address) -> str:
+    """The commit that the branch or tag of a URL now is. Buckets have none."""
+    found = _parts(location.url, location.url.partition("://")[2].strip("/"))
+    if found["kind"] == "buckets/" or location.revision:
+        return location.revision
+    files = location.filesystem()
+    with location.translated("look up the revision of"):
+        from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+        kind = (found["kind"] or "models/")[:-2]
+        try:
+            about = files._api.repo_info(found["name"], revision=found["revision"], repo_type=kind, timeout=_TIMEOUT_S)
+        except HFValidationError as error:
+            raise OptionError(f"cannot open {location.url}: {error}") from error
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            if is_denial(error):
+                raise
+            missing = "revision" if isinstance(error, RevisionNotFoundError) else "repository"
+            raise StoreNotFoundError(
+                f"there is no such {missing}: {location.url}. Check its name, and HF_TOKEN if it is private"
+            ) from error
+        return str(about.sha)
+
+
+def hub_files(location: Address) -> Any:
+    """HfFileSystem, without earlier listings. It finds the token: HF_TOKEN, or the file of 'hf auth login'."""
+    with _needed():
+        import obstore  # noqa: F401 - both are needed to read
+        from huggingface_hub import HfFileSystem
+    require_known(location.storage_options, "hf", {"token", "endpoint"})
+
+    class HubFiles(HfFileSystem):
+        def cat_ranges(
+            self, paths: Any, starts: Any, ends: Any, *_: Any, on_error: str = "return", **options: Any
+        ) -> Any:
+            def read(which: tuple[str, int, int]) -> Any:
+                try:
+                    return self.cat_file(*which)
+                except Exception as error:
+                    if on_error == "raise":
+                        raise
+                    return error
+
+            return concurrently(read, list(zip(paths, starts, ends, strict=True)))
+
+    return HubFiles(**location.storage_options, skip_instance_cache=True)
+
+
+def hub_zarr_store(location: Address) -> Any:
+    """A read-only zarr store at a location. Each read asks the Hub, which redirects it."""
+    from zarr.storage import FsspecStore
+
+    from zloader.access.web import WebFiles
+
+    files = location.filesystem()
+    headers = {name: str(value) for name, value in files._api._build_hf_headers().items()}
+    # The signature in a redirect's address is valid only as it is written. aiohttp sends no token to another host.
+    client = {"trust_env": True, "requote_redirect_url": False}
+    web = WebFiles(headers=headers, allow_redirects=True, client_kwargs=client, asynchronous=True)
+    return FsspecStore(location.kept(web), read_only=True, path=_address(files, location.path, quoted=False))
+
+
+def hub_tag(revision: str, entry: Mapping[str, Any]) -> str:
+    """The tag of an object: the commit, and the hash of its content that the Hub also sends as ETag."""
+    if "blob_id" not in entry:
+        return str(entry.get("xet_hash") or "")  # in a bucket
+    lfs = entry.get("lfs")
+    return f"{revision} {lfs['sha256'] if lfs else entry['blob_id']}"
+
+
+def _address(files: Any, path: str, *, quoted: bool = True) -> str:
+    found = _parts(path, path)
+    kind = {"models/": "", None: ""}.get(found["kind"], found["kind"])
+    inner = f"resolve/{found['revision'] or 'main'}" if kind != "buckets/" else "resolve"
+    inside = found["path"] or ""
+    return f"{files.endpoint}/{kind}{found['name']}/{inner}/{quote(inside) if quoted else inside}"
+
+
+class HubStores:
+    """The addresses of objects at the CDN, each as a store of obstore. ObjectStores."""
+
+    tag_name = "e_tag"
+
+    def __init__(self, location: Address) -> None:
+        self._location = location
+        self._files: Any = None
+        self._known: dict[str, tuple[float, asyncio.Task[Place]]] = {}  # when it was asked for, by key
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._silent_until = 0.0
+
+    async def place(self, key: str) -> Place:
+        self._begin(asyncio.get_running_loop())
+        asked_s, asking = self._known.get(key, (float("-inf"), None))
+        if asking is None or time.monotonic() - asked_s > _KEPT_S or (asking.done() and _has_failed(asking)):
+            asking = asyncio.ensure_future(self._ask(key))
+            self._known[key] = (time.monotonic(), asking)
+        return await asyncio.shield(asking)  # other reads of the object wait for the same answer
+
+    def is_outdated(self, key: str) -> bool:
+        return self._known.pop(key, None) is not None
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Forgets what was asked for in an event loop that has ended."""
+        if loop is not self._loop:
+            self._loop, self._turns = loop, asyncio.Semaphore(_ASKED_AT_ONCE)
+            self._known = {key: asked for key, asked in self._known.items() if asked[1].done()}
+
+    async def _ask(self, key: str) -> Place:
+        async with self._turns:
+            await asyncio.sleep(max(0.0, self._silent_until - time.monotonic()))
+            try:
+                found = await aside(self._metadata, key)
+            except Exception as error:
+                self._silent_until = max(self._silent_until, time.monotonic() + rate_limit_s(error))
+                raise
+        from obstore.store import HTTPStore
+
+        at_hub = found.location.startswith(self._files.endpoint)  # a small file, which the Hub itself sends
+        headers = self._files._api._build_hf_headers() if at_hub else {}
+        store = HTTPStore.from_url(found.location, **client_options(endpoint=found.location, headers=headers))
+        if self._location.revision:
+            return Place(store, "", f"{found.commit_hash} {found.etag}")
+        return Place(store, "", found.xet_file_data.file_hash if found.xet_file_data else found.etag)
+
+    def _metadata(self, key: str) -> Any:
+        from huggingface_hub import get_hf_file_metadata
+
+        if self._files is None:
+            self._files = self._location.filesystem()
+        address = _address(self._files, f"{self._location.path}/{key}")
+        endpoint, token = self._files.endpoint, self._files.token
+        return get_hf_file_metadata(address, token=token, endpoint=endpoint, timeout=_TIMEOUT_S)
+
+
+def _has_failed(asking: asyncio.Task[Place]) -> bool:
+    return asking.cancelled() or asking.exception() is not None
+
+
+def rate_limit_s(error: BaseException) -> float:
+    """The seconds after which the Hub wants to be asked again; 0 if it does not say."""
+    headers = getattr(getattr(error, "response", None), "headers", {})
+    from huggingface_hub.utils._http import parse_ratelimit_headers
+
+    limit = parse_ratelimit_headers(headers)
+    after = headers.get("Retry-After", "")
+    if limit is not None and limit.remaining == 0:
+        return float(limit.reset_in_seconds)
+    return float(after) if after.isdigit() else 0.0
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """The exceptions of the Hub's and obstore's clients. Raises OptionError if they are not installed."""
+    with _needed():
+        from aiohttp import ClientError
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+        from obstore.exceptions import BaseError
+    return HfHubHTTPError.__mro__[1], EntryNotFoundError, BaseError, ClientError  # the first is any error of its client
+
+
+def is_denial(error: BaseException) -> bool:
+    """Whether the token is missing or not sufficient."""
+    return getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
