@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zloader.access.address import Address
-from zloader.access.object_stores import ObjectStores, OneStore, client_options, libraries
+from zloader.access.object_stores import ObjectStore, client_options, libraries
 from zloader.access.read_only import ReadOnly
 from zloader.access.storage_options import parameters, require_known
 from zloader.common.errors import OptionError
@@ -55,10 +55,10 @@ def _account(url: str) -> dict[str, str]:
     return {"account_name": found["account"], "account_host": f"{found['account']}.blob.{found['domain']}"}
 
 
-def azure_stores(location: Address) -> ObjectStores:
+def azure_store(location: Address) -> ObjectStore:
     """The container of a location, for obstore."""
     container, _, prefix = location.path.partition("/")
-    return OneStore(functools.partial(_store, location, container), prefix)
+    return ObjectStore(open=functools.partial(_store, location, container), prefix=prefix)
 
 
 def azure_zarr_store(location: Address) -> Any:

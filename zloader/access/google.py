@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zloader.access.address import Address
-from zloader.access.object_stores import ObjectStores, OneStore, client_options, libraries
+from zloader.access.object_stores import ObjectStore, client_options, libraries
 from zloader.access.read_only import ReadOnly
 from zloader.access.storage_options import parameters, require_endpoint, require_known
 from zloader.common.errors import OptionError
@@ -51,13 +51,13 @@ def google_endpoint(storage_options: Mapping[str, Any]) -> str:
     return endpoint.rstrip("/")
 
 
-def google_stores(location: Address) -> ObjectStores | None:
+def google_store(location: Address) -> ObjectStore | None:
     """The bucket of a location for obstore, if an endpoint is stated that needs credentials."""
     options = location.storage_options
     if not google_endpoint(options) or google_token(options) == "anon":
         return None
     bucket, _, prefix = location.path.partition("/")
-    return OneStore(functools.partial(_store, location, bucket), prefix, tag_name="version")
+    return ObjectStore(open=functools.partial(_store, location, bucket), prefix=prefix, tag="version")
 
 
 def _store(location: Address, bucket: str) -> Any:

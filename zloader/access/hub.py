@@ -1,4 +1,4 @@
-"""hf:// URLs: datasets, models and buckets of the Hugging Face Hub, found with huggingface_hub and read with obstore.
+"""hf:// URLs: datasets, models and buckets of the Hugging Face Hub, found with huggingface_hub.
 
 A branch or tag is resolved to a commit once, when a store is opened. Reading then names the commit, and so do the tags
 of objects, and thus fingerprints.
@@ -15,24 +15,27 @@ import functools
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from zloader.access.address import Address
-from zloader.access.object_stores import Place, client_options, libraries
+from zloader.access.object_stores import libraries
+from zloader.access.retry import MISSING, ReadFailure, denied
 from zloader.access.storage_options import require_known
 from zloader.common.concurrent_calls import aside, concurrently
 from zloader.common.errors import OptionError, StoreNotFoundError
+from zloader.common.messages import reason_of
 
 _REPOSITORY = re.compile(
-    r"(?P<kind>(?:datasets|spaces|models|buckets)/)?(?P<name>[^/@]+/[^/@]+)"
+    r"(?P<kind>(?:datasets|spaces|models|buckets)/)?(?!(?:datasets|spaces|models|buckets)/)(?P<name>[^/@]+/[^/@]+)"
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<path>.*))?",
     re.DOTALL,
 )
+ADVICE = "HF_TOKEN, 'hf auth login', or the token in storage_options, and whether you may see the repository"
 _KEPT_S = 600.0  # addresses at the CDN are valid for an hour
 _ASKED_AT_ONCE = 16  # addresses
 _TIMEOUT_S = 20.0  # of one question
-_needed = functools.partial(libraries, "hf", "huggingface_hub and obstore", "hf")
+_needed = functools.partial(libraries, "hf", "huggingface_hub", "hf")
 
 
 def _parts(url: str, rest: str) -> re.Match[str]:
@@ -82,7 +85,6 @@ def hub_revision(location: Address) -> str:
 def hub_files(location: Address) -> Any:
     """HfFileSystem, without earlier listings. It finds the token: HF_TOKEN, or the file of 'hf auth login'."""
     with _needed():
-        import obstore  # noqa: F401 - both are needed to read
         from huggingface_hub import HfFileSystem
     require_known(location.storage_options, "hf", {"token", "endpoint"})
 
@@ -114,6 +116,7 @@ def hub_zarr_store(location: Address) -> Any:
     # The signature in a redirect's address is valid only as it is written. aiohttp sends no token to another host.
     client = {"trust_env": True, "requote_redirect_url": False}
     web = WebFiles(headers=headers, allow_redirects=True, client_kwargs=client, asynchronous=True)
+    web.advice = f"check {ADVICE}"
     return FsspecStore(location.kept(web), read_only=True, path=_address(files, location.path, quoted=False))
 
 
@@ -133,19 +136,26 @@ def _address(files: Any, path: str, *, quoted: bool = True) -> str:
     return f"{files.endpoint}/{kind}{found['name']}/{inner}/{quote(inside) if quoted else inside}"
 
 
-class HubStores:
-    """The addresses of objects at the CDN, each as a store of obstore. ObjectStores."""
+class ObjectAddress(NamedTuple):
+    """Where an object is now: a URL, the headers that reading it needs, and the object's tag."""
 
-    tag_name = "e_tag"
+    url: str
+    headers: dict[str, str]
+    tag: str
+
+
+class HubAddresses:
+    """The addresses of a repository's or bucket's objects at the CDN. Nothing is asked for before the first `find`."""
 
     def __init__(self, location: Address) -> None:
         self._location = location
         self._files: Any = None
-        self._known: dict[str, tuple[float, asyncio.Task[Place]]] = {}  # when it was asked for, by key
+        self._known: dict[str, tuple[float, asyncio.Task[ObjectAddress]]] = {}  # when it was asked for, by key
         self._loop: asyncio.AbstractEventLoop | None = None
         self._silent_until = 0.0
 
-    async def place(self, key: str) -> Place:
+    async def find(self, key: str) -> ObjectAddress:
+        """The address of an object. Raises the errors of huggingface_hub."""
         self._begin(asyncio.get_running_loop())
         asked_s, asking = self._known.get(key, (float("-inf"), None))
         if asking is None or time.monotonic() - asked_s > _KEPT_S or (asking.done() and _has_failed(asking)):
@@ -153,7 +163,8 @@ class HubStores:
             self._known[key] = (time.monotonic(), asking)
         return await asyncio.shield(asking)  # other reads of the object wait for the same answer
 
-    def is_outdated(self, key: str) -> bool:
+    def forget(self, key: str) -> bool:
+        """Has an address that may have expired looked up before the next read. Returns whether it was known."""
         return self._known.pop(key, None) is not None
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -162,7 +173,7 @@ class HubStores:
             self._loop, self._turns = loop, asyncio.Semaphore(_ASKED_AT_ONCE)
             self._known = {key: asked for key, asked in self._known.items() if asked[1].done()}
 
-    async def _ask(self, key: str) -> Place:
+    async def _ask(self, key: str) -> ObjectAddress:
         async with self._turns:
             await asyncio.sleep(max(0.0, self._silent_until - time.monotonic()))
             try:
@@ -170,14 +181,11 @@ class HubStores:
             except Exception as error:
                 self._silent_until = max(self._silent_until, time.monotonic() + rate_limit_s(error))
                 raise
-        from obstore.store import HTTPStore
-
         at_hub = found.location.startswith(self._files.endpoint)  # a small file, which the Hub itself sends
         headers = self._files._api._build_hf_headers() if at_hub else {}
-        store = HTTPStore.from_url(found.location, **client_options(endpoint=found.location, headers=headers))
         if self._location.revision:
-            return Place(store, "", f"{found.commit_hash} {found.etag}")
-        return Place(store, "", found.xet_file_data.file_hash if found.xet_file_data else found.etag)
+            return ObjectAddress(found.location, headers, f"{found.commit_hash} {found.etag}")
+        return ObjectAddress(found.location, headers, found.xet_file_data.file_hash if found.xet_file_data else "")
 
     def _metadata(self, key: str) -> Any:
         from huggingface_hub import get_hf_file_metadata
@@ -189,15 +197,15 @@ class HubStores:
         return get_hf_file_metadata(address, token=token, endpoint=endpoint, timeout=_TIMEOUT_S)
 
 
-def _has_failed(asking: asyncio.Task[Place]) -> bool:
+def _has_failed(asking: asyncio.Task[ObjectAddress]) -> bool:
     return asking.cancelled() or asking.exception() is not None
 
 
 def rate_limit_s(error: BaseException) -> float:
     """The seconds after which the Hub wants to be asked again; 0 if it does not say."""
-    headers = getattr(getattr(error, "response", None), "headers", {})
     from huggingface_hub.utils._http import parse_ratelimit_headers
 
+    headers = getattr(getattr(error, "response", None), "headers", {})
     limit = parse_ratelimit_headers(headers)
     after = headers.get("Retry-After", "")
     if limit is not None and limit.remaining == 0:
@@ -205,13 +213,25 @@ def rate_limit_s(error: BaseException) -> float:
     return float(after) if after.isdigit() else 0.0
 
 
+def unfound(error: Exception, advice: str) -> ReadFailure:
+    """The ReadFailure of an address that could not be found; `advice` is what to check if access is denied."""
+    answer = reason_of(error)
+    code = getattr(getattr(error, "response", None), "status_code", None)
+    if is_denial(error):
+        return denied(answer, advice)
+    if code == 404:
+        return MISSING
+    if code is not None and code < 500 and code not in (408, 425, 429):
+        return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
+    return ReadFailure(answer=answer, wait_s=rate_limit_s(error))
+
+
 def hub_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of the Hub's and obstore's clients. Raises OptionError if they are not installed."""
+    """The exceptions of the Hub's client and of aiohttp. Raises OptionError if huggingface_hub is not installed."""
     with _needed():
         from aiohttp import ClientError
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-        from obstore.exceptions import BaseError
-    return HfHubHTTPError.__mro__[1], EntryNotFoundError, BaseError, ClientError  # the first is any error of its client
+    return HfHubHTTPError.__mro__[1], EntryNotFoundError, ClientError  # the first is any error of its client
 
 
 def is_denial(error: BaseException) -> bool:

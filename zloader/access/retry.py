@@ -176,7 +176,7 @@ class Retrier:
             async with asyncio.timeout(self._options.deadline_s) as deadline:
                 started += await self._reader.start(spans)
                 start_s = time.monotonic()  # later than `began` by the time that opening the store took
-                await _settled(started, self._check_s, enough=len(started))
+                await settled(started, self._check_s, enough=len(started))
                 for position, (span, read) in enumerate(zip(spans, started, strict=True)):
                     succeeded = read.done() and read.exception() is None
                     outcome = await self._reader.outcome(span, read) if succeeded else None
@@ -228,7 +228,7 @@ class Retrier:
             if self._is_overdue(reading):
                 _log.debug("%s is overdue (%s); reading it again", self._reader.describe(reading.span), str(reading))
                 return None
-            await _settled([*reading.running], self._check_s, enough=1)
+            await settled([*reading.running], self._check_s, enough=1)
         start_s = reading.running.pop(done[0])
         outcome = await self._reader.outcome(reading.span, done[0])
         if isinstance(outcome, bytes):
@@ -286,7 +286,7 @@ def pause_s(failures: int, jitter: float) -> float:
     return float(min(4.0, 0.1 * 2 ** min(failures - 1, 10)) * (0.75 + jitter / 2))
 
 
-async def _settled(reads: Sequence[Any], timeout_s: float | None, *, enough: int) -> None:
+async def settled(reads: Sequence[Any], timeout_s: float | None, *, enough: int) -> None:
     """Waits until `enough` reads are done, one read has failed, or `timeout_s` has passed.
 
     Uses callbacks instead of `await read`, with which TensorStore prints an error to stderr if a cancelled read ends

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 import zarr.storage
 
 from zloader.access.address import Address
+from zloader.access.hub import HubAddresses
+from zloader.access.object_stores import ObjectStore
 from zloader.common.errors import OptionError
-
-    from zloader.access.object_stores import ObjectStores
 
 _SCHEMES_IN_URL = re.compile(r"([a-z][a-z0-9]*)://", re.IGNORECASE)
 
@@ -57,8 +57,12 @@ class Scheme:
         """What differs between any two versions of an object, from its fsspec entry."""
         return str(entry.get("ETag") or entry.get("etag") or entry.get("generation") or "").strip('"')
 
-    def object_stores(self, location: Address) -> ObjectStores | None:
-        """Where obstore finds the objects; None if TensorStore reads them."""
+    def object_store(self, location: Address) -> ObjectStore | None:
+        """What obstore reads, or None."""
+        return None
+
+    def addresses(self, location: Address) -> HubAddresses | None:
+        """Where each object has an address of its own, which TensorStore reads, or None."""
         return None
 
     def errors(self) -> tuple[type[Exception], ...]:
@@ -68,10 +72,6 @@ class Scheme:
     def is_denial(self, error: BaseException) -> bool:
         """Whether an error means that permissions or credentials are missing."""
         return isinstance(error, PermissionError)
-
-    def wait_s(self, error: BaseException) -> float:
-        """The seconds that a busy server asks to wait."""
-        return 0.0
 
 
 class _S3(Scheme):
@@ -113,10 +113,10 @@ class _Google(Scheme):
     def tag(self, location: Address, entry: Mapping[str, Any]) -> str:
         return str(entry.get("generation") or "")
 
-    def object_stores(self, location: Address) -> ObjectStores | None:
-        from zloader.access.google import google_stores
+    def object_store(self, location: Address) -> ObjectStore | None:
+        from zloader.access.google import google_store
 
-        return google_stores(location)
+        return google_store(location)
 
     def errors(self) -> tuple[type[Exception], ...]:
         from zloader.access.google import google_errors
@@ -157,10 +157,10 @@ class _Azure(Scheme):
 
         return azure_zarr_store(location)
 
-    def object_stores(self, location: Address) -> ObjectStores | None:
-        from zloader.access.azure import azure_stores
+    def object_store(self, location: Address) -> ObjectStore | None:
+        from zloader.access.azure import azure_store
 
-        return azure_stores(location)
+        return azure_store(location)
 
     def errors(self) -> tuple[type[Exception], ...]:
         from zloader.access.azure import azure_errors
@@ -205,10 +205,10 @@ class _Hub(Scheme):
 
         return hub_tag(location.revision, entry)
 
-    def object_stores(self, location: Address) -> ObjectStores | None:
-        from zloader.access.hub import HubStores
+    def addresses(self, location: Address) -> HubAddresses | None:
+        from zloader.access.hub import HubAddresses
 
-        return HubStores(location)
+        return HubAddresses(location)
 
     def errors(self) -> tuple[type[Exception], ...]:
         from zloader.access.hub import hub_errors
@@ -219,11 +219,6 @@ class _Hub(Scheme):
         from zloader.access.hub import is_denial
 
         return isinstance(error, PermissionError) or is_denial(error)
-
-    def wait_s(self, error: BaseException) -> float:
-        from zloader.access.hub import rate_limit_s
-
-        return rate_limit_s(error)
 
 
 class _Web(Scheme):

@@ -27,8 +27,9 @@ from zloader.common.errors import AccessDeniedError, OptionError, StoreError
 Answer = TypeVar("Answer")
 
 _CONCURRENCY = 64  # requests
+_ADVICE = 'pass the headers that the server requires in storage_options, such as {"headers": {"Authorization": ...}}'
 _PAUSES_S = (0.2, 0.4, 0.8)  # before the retries of a transient failure
-_MOST_WAIT_S = 60.0  # if the server says how long
+_MOST_WAIT_S = 60.0  # altogether, if the server says for how long
 _DEADLINE = aiohttp.ClientTimeout(total=30)  # per request
 
 
@@ -36,12 +37,15 @@ class _BusyError(aiohttp.ClientError):
     """The server is busy, and maybe says for how long. A ClientResponseError would contain the request's headers."""
 
     def __init__(self, status: int, retry_after: str) -> None:
-        super().__init__(f"the server returned status {status}")
         self.wait_s = float(retry_after) if retry_after.isdigit() else 0.0
+        asks = f" and asks to wait {retry_after} s" if self.wait_s else ""
+        super().__init__(f"the server returned status {status}{asks}")
 
 
 class WebFiles(ReadOnly, HTTPFileSystem):  # type: ignore[misc]
     """Files below http(s) addresses. Paths are plain text; special characters are quoted in the URL."""
+
+    advice = _ADVICE  # if access is denied
 
     def encode_url(self, url: str) -> yarl.URL:
         scheme, _, rest = url.partition("://")
@@ -59,7 +63,7 @@ class WebFiles(ReadOnly, HTTPFileSystem):  # type: ignore[misc]
         if response.status in (404, 410):
             raise FileNotFoundError(url)
         if response.status not in (200, 206):
-            _raise_for_status(response, url)
+            _raise_for_status(response, url, self.advice)
 
     async def _cat_file(self, url: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         stored: bytes = await _with_retries(url, functools.partial(super()._cat_file, url, start, end, **options))
@@ -112,16 +116,25 @@ async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[st
 
 async def _with_retries(path: str, request: Callable[[], Awaitable[Answer]]) -> Answer:
     """The result of `request`, retried if the server is busy or the connection breaks."""
+    left_s = _MOST_WAIT_S
     for pause_s in _PAUSES_S:
         try:
             return await request()
         except (aiohttp.ClientError, TimeoutError) as error:
-            await asyncio.sleep(min(max(pause_s, getattr(error, "wait_s", 0.0)), _MOST_WAIT_S))
+            wait_s = max(pause_s, getattr(error, "wait_s", 0.0))
+            if wait_s > left_s:
+                raise _failure(path, error) from error
+            left_s -= wait_s
+            await asyncio.sleep(wait_s)
     try:
         return await request()
     except (aiohttp.ClientError, TimeoutError) as error:
-        reason = str(error) or type(error).__name__
-        raise StoreError(f"cannot read {path}: {reason}. Is the address correct, and is its server running?") from error
+        raise _failure(path, error) from error
+
+
+def _failure(path: str, error: Exception) -> StoreError:
+    reason = str(error) or type(error).__name__
+    return StoreError(f"cannot read {path}: {reason}. Is the address correct, and is its server running?")
 
 
 async def _first_byte(filesystem: WebFiles, path: str) -> StoredObject | None:
@@ -167,12 +180,9 @@ def _is_trusted(modified: str) -> bool:
         return False
 
 
-def _raise_for_status(response: aiohttp.ClientResponse, path: str) -> NoReturn:
+def _raise_for_status(response: aiohttp.ClientResponse, path: str, advice: str = _ADVICE) -> NoReturn:
     if response.status in (401, 403, 407):
-        raise AccessDeniedError(
-            f"access to {path} was denied (status {response.status}): pass the headers that the server requires in "
-            'storage_options, such as {"headers": {"Authorization": ...}}'
-        )
+        raise AccessDeniedError(f"access to {path} was denied (status {response.status}): {advice}")
     if 300 <= response.status < 400:
         target = response.headers.get("Location", "nowhere").partition("?")[0]  # the query may contain a signature
         raise StoreError(f"{path} redirects to {target} (status {response.status}): open the store at that address")

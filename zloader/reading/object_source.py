@@ -92,11 +92,12 @@ class ObjectSource:
 
 def _reader(location: Location) -> RangeReader:
     """The library that reads a location is imported here, so that a process loads only that one."""
-    stores = location.kind.object_stores(location)
-    if stores is not None:
+    if (bucket := location.kind.object_store(location)) is not None:
         from zloader.reading.obstore_reader import ObstoreReader
 
-        return ObstoreReader(location, stores)
-    from zloader.reading.tensorstore_reader import TensorStoreReader
+        return ObstoreReader(location, bucket)
+    from zloader.reading import tensorstore_reader
 
-    return TensorStoreReader(location)
+    if (addresses := location.kind.addresses(location)) is not None:
+        return tensorstore_reader.AddressReader(location, addresses)
+    return tensorstore_reader.TensorStoreReader(location)

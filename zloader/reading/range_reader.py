@@ -1,7 +1,7 @@
 """The port through which a library makes single ranged GETs. Retries and changed objects are not its business.
 
-TensorStore (tensorstore_reader.py) reads S3, Google Cloud Storage and web servers, and obstore (obstore_reader.py) the
-schemes for which TensorStore has no driver.
+TensorStore (tensorstore_reader.py) reads S3, Google Cloud Storage, web servers and the Hugging Face Hub, and obstore
+(obstore_reader.py) the rest.
 """
 
 from __future__ import annotations
