@@ -15,6 +15,7 @@ import functools
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -144,48 +145,65 @@ class ObjectAddress(NamedTuple):
     tag: str
 
 
+@dataclass(kw_only=True)
+class _Found:
+    """The addresses of a store's objects, with the time at which they were asked for, by key."""
+
+    addresses: dict[str, tuple[float, ObjectAddress]] = field(default_factory=dict)
+    silent_until: float = 0.0  # because of a rate limit
+
+
+_OF_STORES: dict[tuple[str, str], _Found] = {}  # of this process, so that a new epoch asks for nothing again
+
+
 class HubAddresses:
     """The addresses of a repository's or bucket's objects at the CDN. Nothing is asked for before the first `find`."""
 
     def __init__(self, location: Address) -> None:
         self._location = location
         self._files: Any = None
-        self._known: dict[str, tuple[float, asyncio.Task[ObjectAddress]]] = {}  # when it was asked for, by key
+        self._asking: dict[str, asyncio.Task[ObjectAddress]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._silent_until = 0.0
+
+    @property
+    def _found(self) -> _Found:
+        which = (self._location.path, repr(sorted(self._location.storage_options.items())))
+        return _OF_STORES.setdefault(which, _Found())
 
     async def find(self, key: str) -> ObjectAddress:
         """The address of an object. Raises the errors of huggingface_hub."""
-        self._begin(asyncio.get_running_loop())
-        asked_s, asking = self._known.get(key, (float("-inf"), None))
-        if asking is None or time.monotonic() - asked_s > _KEPT_S or (asking.done() and _has_failed(asking)):
-            asking = asyncio.ensure_future(self._ask(key))
-            self._known[key] = (time.monotonic(), asking)
-        return await asyncio.shield(asking)  # other reads of the object wait for the same answer
+        asked_s, address = self._found.addresses.get(key, (float("-inf"), None))
+        if address is not None and time.monotonic() - asked_s < _KEPT_S:
+            return address
+        if (loop := asyncio.get_running_loop()) is not self._loop:  # tasks of a loop that has ended never end
+            self._loop, self._turns, self._asking = loop, asyncio.Semaphore(_ASKED_AT_ONCE), {}
+        if key not in self._asking:
+            self._asking[key] = asyncio.ensure_future(self._ask(key))
+            self._asking[key].add_done_callback(lambda _: self._asking.pop(key, None))
+        return await asyncio.shield(self._asking[key])  # other reads of the object wait for the same answer
 
     def forget(self, key: str) -> bool:
         """Has an address that may have expired looked up before the next read. Returns whether it was known."""
-        return self._known.pop(key, None) is not None
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Forgets what was asked for in an event loop that has ended."""
-        if loop is not self._loop:
-            self._loop, self._turns = loop, asyncio.Semaphore(_ASKED_AT_ONCE)
-            self._known = {key: asked for key, asked in self._known.items() if asked[1].done()}
+        return self._found.addresses.pop(key, None) is not None
 
     async def _ask(self, key: str) -> ObjectAddress:
         async with self._turns:
-            await asyncio.sleep(max(0.0, self._silent_until - time.monotonic()))
+            await asyncio.sleep(max(0.0, self._found.silent_until - time.monotonic()))
+            asked_s = time.monotonic()
             try:
                 found = await aside(self._metadata, key)
             except Exception as error:
-                self._silent_until = max(self._silent_until, time.monotonic() + rate_limit_s(error))
+                until = time.monotonic() + rate_limit_s(error)
+                self._found.silent_until = max(self._found.silent_until, until)
                 raise
         at_hub = found.location.startswith(self._files.endpoint)  # a small file, which the Hub itself sends
         headers = self._files._api._build_hf_headers() if at_hub else {}
-        if self._location.revision:
-            return ObjectAddress(found.location, headers, f"{found.commit_hash} {found.etag}")
-        return ObjectAddress(found.location, headers, found.xet_file_data.file_hash if found.xet_file_data else "")
+        tag = f"{found.commit_hash} {found.etag}"
+        if not self._location.revision:
+            tag = found.xet_file_data.file_hash if found.xet_file_data else ""
+        address = ObjectAddress(found.location, headers, tag)
+        self._found.addresses[key] = (asked_s, address)
+        return address
 
     def _metadata(self, key: str) -> Any:
         from huggingface_hub import get_hf_file_metadata
@@ -195,10 +213,6 @@ class HubAddresses:
         address = _address(self._files, f"{self._location.path}/{key}")
         endpoint, token = self._files.endpoint, self._files.token
         return get_hf_file_metadata(address, token=token, endpoint=endpoint, timeout=_TIMEOUT_S)
-
-
-def _has_failed(asking: asyncio.Task[ObjectAddress]) -> bool:
-    return asking.cancelled() or asking.exception() is not None
 
 
 def rate_limit_s(error: BaseException) -> float:

@@ -22,7 +22,7 @@ _FEW_REQUESTS = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectStore:
-    """A bucket or container: how to open it, the prefix of keys, and the field of obstore's metadata that is the tag."""
+    """A bucket or container: how to open it, the prefix of keys, and the field of obstore's metadata with the tag."""
 
     open: Callable[[], Any]
     prefix: str

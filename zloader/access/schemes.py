@@ -15,7 +15,7 @@ import fsspec
 import zarr.storage
 
 from zloader.access.address import Address
-from zloader.access.hub import HubAddresses
+from zloader.access.hub import ADVICE, HubAddresses
 from zloader.access.object_stores import ObjectStore
 from zloader.common.errors import OptionError
 
@@ -176,7 +176,7 @@ class _Azure(Scheme):
 class _Hub(Scheme):
     form = "datasets/ORG/NAME/PATH"
     is_source = True
-    advice = "HF_TOKEN, 'hf auth login', or the token in storage_options, and whether you may see the repository"
+    advice = ADVICE
     if_nothing = "check the repository and the path, and HF_TOKEN if the repository is private"
     is_writable = False
 
@@ -206,8 +206,6 @@ class _Hub(Scheme):
         return hub_tag(location.revision, entry)
 
     def addresses(self, location: Address) -> HubAddresses | None:
-        from zloader.access.hub import HubAddresses
-
         return HubAddresses(location)
 
     def errors(self) -> tuple[type[Exception], ...]:
