@@ -182,7 +182,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if fault == "500":
             self._send(500, b"")
             return
-        stored = (self.hub.root / urllib.parse.unquote(address.path.removeprefix("/cdn/"))).read_bytes()
+        file = self.hub.root / urllib.parse.unquote(address.path.removeprefix("/cdn/"))
+        if not file.is_file():
+            self._send(404, b"")
+            return
+        stored = file.read_bytes()
         self._send_part(stored, {"ETag": '"of the CDN"'}, fault)
 
     def _send_part(self, stored: bytes, headers: dict[str, str], fault: str = "") -> None:

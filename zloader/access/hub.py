@@ -164,11 +164,10 @@ class HubAddresses:
         self._files: Any = None
         self._asking: dict[str, asyncio.Task[ObjectAddress]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def _found(self) -> _Found:
-        which = (self._location.path, repr(sorted(self._location.storage_options.items())))
-        return _OF_STORES.setdefault(which, _Found())
+        self._found = _Found()
+        if location.revision:  # what a key of a bucket stands for may change
+            which = (location.path, repr(sorted(location.storage_options.items())))
+            self._found = _OF_STORES.setdefault(which, self._found)
 
     async def find(self, key: str) -> ObjectAddress:
         """The address of an object. Raises the errors of huggingface_hub."""
