@@ -76,8 +76,6 @@ def _s3(bucket: str, prefix: str, access: S3Access, credentials: Credentials) ->
         spec["endpoint"] = access.endpoint
     if access.region:
         spec["aws_region"] = access.region
-    if access.requester_pays:
-        spec["requester_pays"] = True
     return spec | _requests("s3")
 
 

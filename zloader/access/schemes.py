@@ -88,6 +88,13 @@ class _S3(Scheme):
     def tag(self, location: Address, entry: Mapping[str, Any]) -> str:
         return str(entry.get("ETag") or "")
 
+    def object_store(self, location: Address) -> ObjectStore | None:
+        if not location.storage_options.get("requester_pays"):
+            return None
+        from zloader.access.paid_s3 import paid_bucket
+
+        return paid_bucket(location)
+
     def errors(self) -> tuple[type[Exception], ...]:
         from aiohttp import ClientPayloadError  # botocore does not translate a body that ends early
         from botocore.exceptions import BotoCoreError, ClientError
