@@ -30,12 +30,12 @@ def paid_bucket(location: Address) -> ObjectStore:
 
 
 def _open(location: Address, bucket: str) -> Any:
-    with location.translated("open"), libraries("s3", "obstore to read with requester_pays", "requester-pays"):
+    with location.translated("open"), libraries("s3", "obstore to read with requester_pays", "requester_pays"):
         from obstore.store import S3Store
 
         access = s3_access(location.storage_options)
         options = client_options(endpoint=access.endpoint or "")
-        where = {"endpoint": access.endpoint} if access.endpoint else {}
+        where: dict[str, Any] = {"endpoint": access.endpoint} if access.endpoint else {}
         region = access.region or bucket_region(bucket)
         return S3Store(bucket, region=region, request_payer=True, **where, **_credentials(access), **options)
 

@@ -64,8 +64,8 @@ class AddressReader:
             await settled([read], None, enough=1)
         finally:
             read.cancel()  # does nothing to a read that has ended
-        if (error := read.exception()) is not None:
-            failure = classify_failure(reason_of(error), advice)
+        if (failed := read.exception()) is not None:
+            failure = classify_failure(reason_of(failed), advice)
             is_outdated = failure.error is AccessDeniedError and self._addresses.forget(span.key)
             return replace(failure, attempts=2) if is_outdated else failure
         result = read.result()
