@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import datetime
+import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import counts, digest, write_store
+from helpers import PATIENCE_S, counts, digest, write_store
 
 import zloader as zl
 from zloader.access import azure
@@ -128,6 +130,39 @@ def test_keys_and_signatures(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(list(loader(zl.open_dataset(URL, storage_options=signed)))) == 10
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", blobs.server.connection_string)
     assert zl.open_dataset(URL).n_obs == 160
+
+
+@needs_azurite
+def test_a_store_that_is_the_whole_container(local: Path, blobs: Blobs) -> None:
+    container = blobs.service.create_container("whole")
+    for path in (local / "counts.zarr").rglob("*"):
+        if path.is_file():
+            container.upload_blob(str(path.relative_to(local / "counts.zarr")), path.read_bytes())
+    dataset = zl.open_dataset("az://whole", storage_options=blobs.options)
+    assert digest(loader(dataset)) == digest(loader(zl.open_dataset(local / "counts.zarr")))
+
+
+FORK = """
+import os, sys, zloader as zl
+dataset = zl.open_dataset("az://cells/two words/counts.zarr")
+print(len(list(zl.Loader(dataset, batch_size=16))), flush=True)
+if (child := os.fork()) == 0:
+    try:
+        list(zl.Loader(dataset, batch_size=16))
+    except zl.ZloaderError as error:
+        print(type(error).__name__, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@needs_azurite
+@pytest.mark.slow
+def test_a_process_ends_without_warnings_and_its_forks_raise_an_error(blobs: Blobs) -> None:
+    environment = os.environ | {"AZURE_STORAGE_CONNECTION_STRING": blobs.server.connection_string}
+    command = [sys.executable, "-W", "ignore:.*fork:DeprecationWarning", "-c", FORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
+    assert (done.stdout.split(), done.stderr) == (["10", "ForkError"], "")
 
 
 # ---- what can go wrong

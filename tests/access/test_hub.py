@@ -264,9 +264,15 @@ def wanted(local: Path) -> str:
     return digest(loader(zl.open_dataset(local / ("c" * 40) / "two words" / "counts.zarr")))
 
 
-@pytest.mark.parametrize(
-    "url", [URL, BUCKET, URL.replace("cells/", "cells@main/"), URL.replace("/cells/", f"/cells@{'c' * 40}/")]
-)
+URLS = [
+    URL,
+    BUCKET,
+    pytest.param(URL.replace("cells/", "cells@main/", 1), marks=pytest.mark.slow),
+    pytest.param(URL.replace("/cells/", f"/cells@{'c' * 40}/"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("url", URLS, ids=["branch", "bucket", "named branch", "commit"])
 def test_minibatches_are_those_of_the_local_store(
     local: Path, standin: Hub, options: Any, url: str, tmp_path: Path
 ) -> None:
@@ -316,7 +322,13 @@ def test_an_address_is_asked_for_once(standin: Hub, options: Any) -> None:
     assert standin.asked["resolve"] == asked
 
 
-@pytest.mark.parametrize("headers", [{"Retry-After": "1"}, {"RateLimit": '"resolvers";r=0;t=1', "Retry-After": "1"}])
+LIMITS = [
+    {"Retry-After": "1"},
+    pytest.param({"RateLimit": '"resolvers";r=0;t=1', "Retry-After": "1"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("headers", LIMITS, ids=["Retry-After", "RateLimit"])
 def test_rate_limits_are_respected(local: Path, standin: Hub, options: Any, headers: Any) -> None:
     dataset = zl.open_dataset(URL, storage_options=options)
     epochs = loader(dataset)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zloader.access.address import Address
+from zloader.access.forks import claim_process
 from zloader.access.object_stores import ObjectStore, client_options, libraries
 from zloader.access.read_only import ReadOnly
 from zloader.access.storage_options import parameters, require_known
@@ -63,10 +64,12 @@ def azure_store(location: Address) -> ObjectStore:
 
 def azure_zarr_store(location: Address) -> Any:
     """A read-only zarr store at a location."""
-    from zarr.storage import ObjectStore
+    from zarr.storage import ObjectStore as ZarrStore
+
+    claim_process("obstore")
 
     container, _, prefix = location.path.partition("/")
-    return ObjectStore(_store(location, container, prefix=prefix or None, retries=True), read_only=True)
+    return ZarrStore(_store(location, container, prefix=prefix or None, retries=True), read_only=True)
 
 
 def _store(location: Address, container: str, *, prefix: str | None = None, retries: bool = False) -> Any:

@@ -6,12 +6,10 @@ TensorStore (tensorstore_reader.py) reads S3, Google Cloud Storage, web servers 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zloader.access.retry import ReadFailure
-from zloader.common.errors import ForkError
 from zloader.common.records import Span
 
 
@@ -30,21 +28,3 @@ class RangeReader(Protocol):
 
     def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
         """How a completed read ended."""
-
-
-# The process that first read remote bytes. TensorStore aborts in a process forked from it, and obstore's threads do not
-# exist there, so we raise an error first.
-_first_user: int | None = None
-
-
-def claim_process(library: str) -> None:
-    """Raises ForkError in a process that was forked from one that has read."""
-    global _first_user
-    if _first_user is None:
-        _first_user = os.getpid()
-    elif _first_user != os.getpid():
-        raise ForkError(
-            f"process {_first_user} had already read a store when process {os.getpid()} was forked from it, and "
-            f"{library} does not survive a fork: start DataLoader workers with multiprocessing_context='spawn' or "
-            "'forkserver', or use num_workers=0, which is faster"
-        )

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from zloader.access.forks import claim_process
 from zloader.access.hub import HubAddresses, unfound
 from zloader.access.kvstore import Credentials, http_spec, kvstore_spec, set_curl_timeouts
 from zloader.access.location import Location
@@ -16,7 +17,7 @@ from zloader.access.retry import MISSING, ReadFailure, classify_failure, settled
 from zloader.common.errors import AccessDeniedError, StoreError
 from zloader.common.messages import reason_of
 from zloader.common.records import Span
-from zloader.reading.range_reader import Answer, claim_process
+from zloader.reading.range_reader import Answer
 
 
 class TensorStoreReader:
