@@ -105,6 +105,7 @@ def test_minibatches_are_those_of_the_local_store(local: Path, blobs: Blobs, tmp
 def test_a_file_in_place_and_as_a_source(local: Path, blobs: Blobs, tmp_path: Path) -> None:
     wanted = digest(loader(zl.open_dataset(local / "source.h5ad")))
     assert digest(loader(zl.open_dataset("az://cells/counts.h5ad", storage_options=blobs.options))) == wanted
+    assert zl.verify(URL, storage_options=blobs.options, progress=False).problems == ()
     for source in ("az://cells/counts.h5ad", "az://cells/*.h5ad", URL):
         dest = tmp_path / "converted.zarr"
         zl.convert(source, dest, source_options=blobs.options, progress=False, overwrite=True)

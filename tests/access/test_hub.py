@@ -289,6 +289,7 @@ def test_a_file_in_place_and_as_a_source(local: Path, options: Any, tmp_path: Pa
     url = "hf://datasets/lab/cells/counts.h5ad"
     there = zl.open_dataset(local / "source.h5ad")
     assert digest(loader(zl.open_dataset(url, storage_options=options))) == digest(loader(there))
+    assert zl.verify(URL, storage_options=options, progress=False).problems == ()
     for source in (url, "hf://datasets/lab/cells/*.h5ad", URL):
         zl.convert(source, tmp_path / "a.zarr", source_options=options, progress=False, overwrite=True)
         np.testing.assert_array_equal(

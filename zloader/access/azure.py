@@ -41,11 +41,11 @@ def azure_files(location: Address, *, asynchronous: bool) -> Any:
         )
     files = _read_only_class()
     require_known(given, "az", parameters(files.__mro__[2].__init__) - {"credential", "loop", "request_session"})
-    options = {**_account(location.url), **given}
+    options = {"use_listings_cache": False, **_account(location.url), **given}
     for name, value in _account(location.url).items():
         if options[name] != value:
             raise OptionError(f"{location.url} names another account than {name} in storage_options: give it once")
-    return files(asynchronous=asynchronous, use_listings_cache=False, **options)
+    return files(asynchronous=asynchronous, **options)
 
 
 def _account(url: str) -> dict[str, str]:
@@ -67,7 +67,6 @@ def azure_zarr_store(location: Address) -> Any:
     from zarr.storage import ObjectStore as ZarrStore
 
     claim_process("obstore")
-
     container, _, prefix = location.path.partition("/")
     return ZarrStore(_store(location, container, prefix=prefix or None, retries=True), read_only=True)
 
