@@ -41,7 +41,7 @@ FLOORS = {
 # The subfolders (wings) of `conversion`, lowest first. Each may import from itself and from lower ones.
 WINGS = ["sources", "joining", "writing", "checking"]
 MAY_IMPORT = {
-    "tensorstore": {"zloader.reading.object_source"},
+    "tensorstore": {"zloader.reading.tensorstore_reader"},
     "torch": {
         "zloader.integrations.cell_load",
         "zloader.order.epochs",
@@ -229,7 +229,9 @@ except ImportError:
     pass
 else:
     sys.exit("the block does not work")
-import zloader.reading.fetch, zloader.reading.object_source, zloader.order.plan
+import zloader.reading.fetch, zloader.reading.object_source, zloader.reading.tensorstore_reader, zloader.order.plan
+import zloader.access.azure, zloader.access.hub, zloader.reading.obstore_reader
+import zloader.access.paid_s3, zloader.access.web_listing
 assert not any(name.split(".")[0] == "torch" for name in sys.modules)
 print(*sorted(name for name in sys.modules if name.startswith("zloader.")))
 """

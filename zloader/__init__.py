@@ -11,8 +11,9 @@ Convert a file once, open the store, and iterate over shuffled minibatches:
 >>> x.layout, labels.dtype
 (torch.sparse_csr, torch.int64)
 
-Stores may also be at `s3://`, `gs://` and `https://` URLs. `zl.open_dataset(url, cache="/nvme/zloader")` keeps a local
-mirror, so that every epoch after the first is read from disk instead of the network.
+Stores may also be at `s3://`, `gs://`, `az://`, `hf://` and `https://` URLs.
+`zl.open_dataset(url, cache="/nvme/zloader")` keeps a local mirror, so that every epoch after the first is read from
+disk instead of the network.
 
 Each public name is imported with its module on first use, because torch alone takes a second and 180 MB, and commands
 such as `zloader --help` do not need it.

@@ -497,10 +497,10 @@ def test_the_in_memory_credentials_file_is_private_to_the_process():
 def test_the_spec_for_tensorstore_is_minimal(monkeypatch):
     plain = kvstore_spec(Location(url="s3://bucket/a b", storage_options={"anon": True}), Credentials())
     assert (plain["bucket"], plain["path"], plain["aws_credentials"]) == ("bucket", "a b/", {"type": "anonymous"})
-    assert not plain.keys() & {"endpoint", "aws_region", "requester_pays"}  # TensorStore looks up the bucket's region
-    paying = {"key": "k", "secret": "s", "requester_pays": True, "client_kwargs": {"region_name": "eu-west-1"}}
-    spec = kvstore_spec(Location(url="s3://bucket", storage_options=paying), Credentials())
-    assert (spec["path"], spec["requester_pays"], spec["aws_region"]) == ("", True, "eu-west-1")
+    assert not plain.keys() & {"endpoint", "aws_region"}  # TensorStore looks up the bucket's region
+    signed = {"key": "k", "secret": "s", "client_kwargs": {"region_name": "eu-west-1"}}
+    spec = kvstore_spec(Location(url="s3://bucket", storage_options=signed), Credentials())
+    assert (spec["path"], spec["aws_region"]) == ("", "eu-west-1")
     assert "k" not in json.dumps(spec["aws_credentials"]["profile"])
 
 

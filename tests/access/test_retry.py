@@ -25,5 +25,5 @@ pytestmark = pytest.mark.any_version
     ],
 )
 def test_failures_are_told_apart(message: str, error: type[Exception], attempts: int | None, answer: str) -> None:
-    failure = classify_failure(message)
+    failure = classify_failure(message, "the key")
     assert (failure.error, failure.attempts, failure.answer) == (error, attempts, answer)

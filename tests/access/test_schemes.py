@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.error
 import urllib.parse
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -325,7 +327,7 @@ def test_verify_reads_a_web_store(root, sim):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        pytest.param("ftp://host/a.zarr", "gs://, http://, https://", id="scheme"),
+        pytest.param("ftp://host/a.zarr", "gs://, az://, abfs://, abfss://, hf://, http://", id="scheme"),
         pytest.param("http://", "http://HOST/PATH", id="no host"),
         pytest.param("gs://", "gs://BUCKET/KEY", id="no bucket"),
         pytest.param("https://host/a.zarr?token=hush", "cannot have a query", id="query"),
@@ -364,18 +366,18 @@ def test_the_specs_of_web_and_google_locations():
     assert local["base_url"] == "http://127.0.0.1:1/bucket/c.zarr/"
     with pytest.raises(OptionError, match="GOOGLE_APPLICATION_CREDENTIALS"):
         spec("gs://bucket/c.zarr", token="/path/to/key.json")
-    with pytest.raises(OptionError, match="endpoint_url"):
-        spec("gs://bucket/c.zarr", endpoint_url="http://127.0.0.1:1")
+    with pytest.raises(OptionError, match="endpoint_url of gs:// must have the form"):
+        spec("gs://bucket/c.zarr", token="anon", endpoint_url="127.0.0.1:1")
 
 
 # ---- gs://, against a minimal imitation of Google's servers
 
 
 class _Google(_Quiet):
-    """The parts of Google's JSON and XML APIs that reading needs; requires a token if the class has one."""
+    """The parts of Google's JSON and XML APIs that reading needs; requires a token and a payer if the class has one."""
 
     protocol_version = "HTTP/1.1"
-    token = ""
+    token = payer = ""
 
     def do_POST(self) -> None:
         """Issues tokens."""
@@ -390,6 +392,9 @@ class _Google(_Quiet):
         folder, key = Path(self.directory, bucket), urllib.parse.unquote(key or "")
         if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
             self._send(401, b'{"error": {"code": 401, "message": "no"}}')
+        elif self.payer not in ("", self.headers.get("x-goog-user-project"), query.get("userProject")):
+            message = b"Bucket is a requester pays bucket but no user project provided."
+            self._send(400, b'{"error": {"code": 400, "message": "%s"}}' % message)
         elif match and not key:
             found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
             items = [self._item(folder, name) for name in found if name.startswith(query.get("prefix", ""))]
@@ -407,7 +412,8 @@ class _Google(_Quiet):
         return {"name": name, "bucket": folder.name, "size": str(status.st_size), "generation": generation}
 
     def _send_object(self, stored: bytes, item: dict[str, str]) -> None:
-        fields = {"ETag": f'"{item["generation"]}"', "x-goog-generation": item["generation"]}
+        fields = {"ETag": '"of the bytes"', "x-goog-generation": item["generation"]}
+        fields["Last-Modified"] = "Wed, 25 Nov 2026 12:00:00 GMT"
         asked = self.headers.get("Range")
         if asked is None:
             self._send(200, stored, fields)
@@ -428,6 +434,10 @@ class _Google(_Quiet):
 
 class _Signed(_Google):
     token = "a-token-of-google"
+
+
+class _Paid(_Signed):
+    payer = "our-project"
 
 
 class _Forbidden(_Google):
@@ -471,24 +481,140 @@ READ = """
 import sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/access"]
 import test_schemes as tests
-print(tests.digest(tests.loader(tests.zl.open_dataset(tests.GOOGLE))))
+options = {"requester_pays": sys.argv[2]} if sys.argv[2:] else {}
+print(tests.digest(tests.loader(tests.zl.open_dataset(tests.GOOGLE, storage_options=options))))
 """
 
 
-@pytest.mark.slow
-def test_the_default_credentials_of_google(interpreter, root, static, tmp_path):
-    """Runs in a subprocess: TensorStore reads credentials and endpoint from the environment only once."""
-    pytest.importorskip("gcsfs")
+def key_file(folder: Path, address: str) -> str:
+    """A file of default credentials, for which the server issues tokens."""
     from cryptography.hazmat.primitives.asymmetric import rsa
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    address = static(_Signed, "")
     made = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     key = {"type": "service_account", "client_email": "a@b", "private_key_id": "1", "private_key": made.decode()}
-    (tmp_path / "key.json").write_text(json.dumps(key | {"project_id": "p", "token_uri": f"{address}/token"}))
-    variables = {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "key.json"), "STORAGE_EMULATOR_HOST": address}
+    (folder / "key.json").write_text(json.dumps(key | {"project_id": "p", "token_uri": f"{address}/token"}))
+    return str(folder / "key.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [_Signed, _Paid])
+def test_the_default_credentials_of_google(interpreter, root, static, tmp_path, server):
+    """Runs in a subprocess: TensorStore reads credentials and endpoint from the environment only once."""
+    pytest.importorskip("gcsfs")
+    address = static(server, "")
+    variables = {"GOOGLE_APPLICATION_CREDENTIALS": key_file(tmp_path, address), "STORAGE_EMULATOR_HOST": address}
     variables |= {"TENSORSTORE_GCS_HTTP_URL": address, "GOOGLE_AUTH_TOKEN_FOR_TESTING": _Signed.token}
-    done = interpreter.run(READ, TESTS, **variables)
+    done = interpreter.run(READ, TESTS, *filter(None, [server.payer]), **variables)
     assert done.stdout.strip() == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr"))), (
         done.stderr
     )
+
+
+def test_a_stated_endpoint_of_google_with_credentials(root, static, tmp_path, monkeypatch):
+    """obstore reads, because TensorStore's driver has no endpoint."""
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("obstore")
+    address = static(_Paid, "")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", key_file(tmp_path, address))
+    shutil.copytree(root / "bucket", root / "changing", dirs_exist_ok=True)
+    options = {"endpoint_url": address, "requester_pays": _Paid.payer}
+    dataset = zl.open_dataset(GOOGLE.replace("bucket", "changing"), storage_options=options)
+    assert digest(loader(dataset)) == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr")))
+    path = root / "changing" / "two words" / "counts.zarr" / "X" / "data" / "c" / "1"
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(StoreChangedError, match="X/data/c/1"):
+        digest(loader(dataset))
+    path.unlink()
+    with pytest.raises(MissingObjectError, match="X/data/c/1"):
+        digest(loader(dataset))
+    with pytest.raises(OptionError, match="Bucket is requester pays"):
+        zl.open_dataset(GOOGLE, storage_options={"endpoint_url": address})
+
+
+def test_who_pays_for_google():
+    paid = spec("gs://bucket/a.zarr", requester_pays="our-project")
+    assert paid["gcs_user_project"] == {"project_id": "our-project"}
+    assert spec("gs://bucket/a.zarr", requester_pays=True, project="p")["gcs_user_project"] == {"project_id": "p"}
+    assert "gcs_user_project" not in spec("gs://bucket/a.zarr", project="p")
+    with pytest.raises(OptionError, match="name the project that pays"):
+        spec("gs://bucket/a.zarr", requester_pays=True)
+    with pytest.raises(OptionError, match="needs credentials"):
+        spec("gs://bucket/a.zarr", requester_pays="our-project", token="anon")
+
+
+# ---- s3:// with requester pays
+
+
+class _PaidS3(http.server.BaseHTTPRequestHandler):
+    """Forwards what says that the requester pays to a server of S3, and refuses the rest, as AWS does."""
+
+    protocol_version = "HTTP/1.1"
+    server_url = ""
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        if self.headers.get("x-amz-request-payer") != "requester":
+            self.send_response(403)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        fields = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
+        request = urllib.request.Request(self.server_url + self.path, headers=fields, method=self.command)
+        try:
+            answer = urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            body = answer.read()
+            self.send_response(answer.status)
+            for name, value in answer.headers.items():
+                if name.lower() not in ("connection", "content-length", "transfer-encoding"):
+                    self.send_header(name, value)
+            size = answer.headers.get("Content-Length") if self.command == "HEAD" else str(len(body))
+            self.send_header("Content-Length", size or "0")
+            self.end_headers()
+            self.wfile.write(body)
+
+
+def test_every_request_says_that_the_requester_pays(root, sim, tmp_path, monkeypatch):
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(_PaidS3, "server_url", sim(root=root).url)
+    url = "s3://bucket/two words/counts.zarr"
+    with web_server(_PaidS3) as address:
+        options = {"key": "k", "secret": "s", "endpoint_url": address, "requester_pays": True}
+        wanted = digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr")))
+        assert digest(loader(zl.open_dataset(url, storage_options=options))) == wanted
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+        found = {"endpoint_url": address, "requester_pays": True}
+        assert digest(loader(zl.open_dataset(url, storage_options=found))) == wanted
+        zl.convert(url, tmp_path / "a.zarr", source_options=options, progress=False)
+        with pytest.raises(AccessDeniedError, match=r"not allowed to list s3://"):
+            zl.open_dataset(url, storage_options=options | {"requester_pays": False})
+
+
+class _Regions(http.server.BaseHTTPRequestHandler):
+    """Says the region of a bucket, as AWS does, to anyone."""
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.send_response(403)
+        if self.path == "/bucket":
+            self.send_header("x-amz-bucket-region", "eu-west-1")
+        self.end_headers()
+
+
+def test_the_region_of_a_paid_bucket(monkeypatch):
+    from zloader.access import paid_s3
+
+    with web_server(_Regions) as address:
+        monkeypatch.setattr(paid_s3, "_AWS", address)
+        assert paid_s3.bucket_region("bucket") == "eu-west-1"
+        with pytest.raises(StoreError, match="the region of bucket other is unknown"):
+            paid_s3.bucket_region("other")

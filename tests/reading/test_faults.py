@@ -382,7 +382,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize(("failure", "wanted"), ANSWERS.items(), ids=[str(n) for n in range(len(ANSWERS))])
 def test_what_an_answer_amounts_to(failure, wanted):
-    found = classify_failure(failure)
+    found = classify_failure(failure, "the key")
     assert (found.error, found.attempts, found.answer) == wanted
 
 

@@ -43,7 +43,6 @@ class S3Access:
     region: str | None
     provider: str
     profile: str | None
-    requester_pays: bool
     secrets: dict[str, str] = field(repr=False)
 
 
@@ -74,7 +73,6 @@ def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
         region=client.get("region_name"),
         provider=provider,
         profile=options.get("profile"),
-        requester_pays=bool(options.get("requester_pays")),
         secrets=secrets,
     )
 

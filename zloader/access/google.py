@@ -1,7 +1,8 @@
-"""gs:// URLs, read with the optional gcsfs: either with Google's default credentials or anonymously.
+"""gs:// URLs, found with the optional gcsfs: either with Google's default credentials or anonymously.
 
 TensorStore finds the default credentials in the same places as gcsfs: GOOGLE_APPLICATION_CREDENTIALS, the file written
-by gcloud, and the metadata service of Google's machines. It does not accept any other credentials.
+by gcloud, and the metadata service of Google's machines. It does not accept any other credentials, and no endpoint.
+With both an endpoint and credentials, obstore reads instead.
 """
 
 from __future__ import annotations
@@ -11,29 +12,74 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from zloader.access.storage_options import parameters, require_known
-from zloader.access.web import ReadOnly
+from zloader.access.address import Address
+from zloader.access.object_stores import ObjectStore, client_options, libraries
+from zloader.access.read_only import ReadOnly
+from zloader.access.storage_options import parameters, require_endpoint, require_known
 from zloader.common.errors import OptionError
 
 
 def google_token(storage_options: Mapping[str, Any]) -> str:
     """The kind of credentials: `"google_default"` or `"anon"`. Raises OptionError for any other token."""
-    token = storage_options.get("token") or "google_default"
+    token = storage_options.get("token") or ("anon" if storage_options.get("anon") else "google_default")
     if token not in ("google_default", "anon"):
         raise OptionError(
             'the token for gs:// can only be "anon", for public buckets. To use credentials, leave it out and set '
             "GOOGLE_APPLICATION_CREDENTIALS to the path of a key file or run 'gcloud auth application-default login'"
         )
-    if "endpoint_url" in storage_options and token != "anon":
-        raise OptionError('an endpoint_url for gs:// can only be used with {"token": "anon"}')
     return str(token)
+
+
+def paying_project(storage_options: Mapping[str, Any]) -> str:
+    """The Google Cloud project that pays for requests; empty if the bucket's owner does. Raises OptionError."""
+    pays = storage_options.get("requester_pays")
+    if not pays:
+        return ""
+    project = pays if isinstance(pays, str) else storage_options.get("project")
+    if not project:
+        raise OptionError('name the project that pays for gs://: {"requester_pays": "PROJECT"}')
+    if google_token(storage_options) == "anon":
+        raise OptionError("requester_pays for gs:// needs credentials: leave out anon and token")
+    return str(project)
+
+
+def google_endpoint(storage_options: Mapping[str, Any]) -> str:
+    """The stated endpoint; empty if there is none. Raises OptionError if it is not the address of a web server."""
+    endpoint = str(storage_options.get("endpoint_url") or "")
+    if endpoint:
+        require_endpoint(endpoint, "gs://")
+    return endpoint.rstrip("/")
+
+
+def google_store(location: Address) -> ObjectStore | None:
+    """The bucket of a location for obstore, if an endpoint is stated that needs credentials."""
+    options = location.storage_options
+    if not google_endpoint(options) or google_token(options) == "anon":
+        return None
+    bucket, _, prefix = location.path.partition("/")
+    return ObjectStore(open=functools.partial(_store, location, bucket), prefix=prefix, tag="version")
+
+
+def _store(location: Address, bucket: str) -> Any:
+    options = location.storage_options
+    with location.translated("open"), libraries("gs", "obstore for an endpoint_url with credentials", "gs"):
+        from obstore.auth.google import GoogleCredentialProvider
+        from obstore.store import GCSStore
+
+        project, endpoint = paying_project(options), google_endpoint(options)
+        headers = {"x-goog-user-project": project} if project else {}
+        client = client_options(endpoint=endpoint, headers=headers)
+        return GCSStore(bucket, base_url=endpoint, credential_provider=GoogleCredentialProvider(), **client)
 
 
 def google_files(storage_options: Mapping[str, Any], *, asynchronous: bool) -> Any:
     """gcsfs's file system for gs://, without a listings cache."""
     options = {"use_listings_cache": False, **storage_options, "token": google_token(storage_options)}
     files = _read_only_class()
-    require_known(storage_options, "gs", parameters(files.__init__) - {"access"})
+    require_known(storage_options, "gs", (parameters(files.__init__) - {"access"}) | {"anon"})
+    google_endpoint(options)
+    options["requester_pays"] = paying_project(storage_options) or False
+    options.pop("anon", None)
     return files(access="read_only", asynchronous=asynchronous, **options)
 
 
@@ -46,7 +92,7 @@ def google_errors() -> tuple[type[Exception], ...]:
     return HttpError, GoogleAuthError
 
 
-def is_denial(error: Exception) -> bool:
+def is_denial(error: BaseException) -> bool:
     """Whether an error means that credentials are missing or not sufficient."""
     from google.auth.exceptions import GoogleAuthError
 
@@ -56,11 +102,9 @@ def is_denial(error: Exception) -> bool:
 
 @functools.cache
 def _read_only_class() -> Any:
-    try:
+    with libraries("gs", "gcsfs", "gs"):
         from gcsfs.core import GCSFileSystem
         from gcsfs.retry import retry_request
-    except ImportError as error:
-        raise OptionError('gs:// needs gcsfs, which is not installed: pip install "zloader[gs]"') from error
 
     # gcsfs logs the traceback of an error and also raises the error; the log entry would be a duplicate.
     logging.getLogger("gcsfs").addFilter(lambda record: not (record.module == "retry" and record.exc_info))

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from zloader.access.credentials import S3Access, s3_access
-from zloader.access.google import google_token
+from zloader.access.google import google_endpoint, google_token, paying_project
 from zloader.access.location import Location
 from zloader.common.descriptors import close_with
 
@@ -22,22 +23,22 @@ _GOOGLE = "https://storage.googleapis.com"
 
 def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]:
     """TensorStore's spec of the key-value store at a remote `location`. Raises AccessDeniedError and OptionError."""
-    # curl drops a connection that stalls for this long. TensorStore reads these variables once per process. The
-    # deadline of FetchOptions bounds the whole read.
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
-    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")  # default: 30 s, too long for retries
+    set_curl_timeouts()
     if location.is_web:
-        return _http(f"{location.url.rstrip('/')}/", location.storage_options.get("headers") or {})
+        return http_spec(f"{location.url.rstrip('/')}/", location.storage_options.get("headers") or {})
     bucket, _, prefix = location.path.partition("/")
     prefix += "/" if prefix else ""
     if location.scheme == "s3":
         return _s3(bucket, prefix, s3_access(location.storage_options), credentials)
-    if google_token(location.storage_options) == "anon":
-        # The gcs driver would sign with any credentials that it finds, and its endpoint cannot be set.
-        endpoint = str(location.storage_options.get("endpoint_url") or _GOOGLE).rstrip("/")
-        return _http(f"{endpoint}/{bucket}/{quote(prefix)}", {})
-    return {"driver": "gcs", "bucket": bucket, "path": prefix, **_requests("gcs")}
+    return _gcs(bucket, prefix, location.storage_options)
+
+
+def set_curl_timeouts() -> None:
+    """Sets when TensorStore's curl gives up. It reads these variables once per process."""
+    # curl drops a connection that stalls for this long. The deadline of FetchOptions bounds the whole read.
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")  # default: 30 s, too long for retries
 
 
 def _requests(driver: str) -> dict[str, Any]:
@@ -49,7 +50,17 @@ def _requests(driver: str) -> dict[str, Any]:
     }
 
 
-def _http(base_url: str, headers: Any) -> dict[str, Any]:
+def _gcs(bucket: str, prefix: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    project = paying_project(options)
+    if google_token(options) == "anon":
+        # The gcs driver would sign with any credentials that it finds, and its endpoint cannot be set.
+        return http_spec(f"{google_endpoint(options) or _GOOGLE}/{bucket}/{quote(prefix)}", {})
+    paid = {"gcs_user_project": {"project_id": project}} if project else {}
+    return {"driver": "gcs", "bucket": bucket, "path": prefix, **paid, **_requests("gcs")}
+
+
+def http_spec(base_url: str, headers: Any) -> dict[str, Any]:
+    """TensorStore's spec of what is below a URL of a web server. Keys are added before the query, if there is one."""
     lines = [f"{name}: {value}" for name, value in headers.items()]
     return {"driver": "http", "base_url": base_url, "headers": lines, **_requests("http")}
 
@@ -65,8 +76,6 @@ def _s3(bucket: str, prefix: str, access: S3Access, credentials: Credentials) ->
         spec["endpoint"] = access.endpoint
     if access.region:
         spec["aws_region"] = access.region
-    if access.requester_pays:
-        spec["requester_pays"] = True
     return spec | _requests("s3")
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
-from zloader.access.access_errors import access_errors, denials
+from zloader.access.schemes import access_errors, is_denial
 from zloader.common.errors import (
     AccessDeniedError,
     CorruptChunkError,
@@ -26,6 +26,7 @@ from zloader.common.errors import (
     StoreChangedError,
     TruncatedObjectError,
 )
+from zloader.common.messages import reason_of
 from zloader.storage.coders import is_whole_blosc, require_bound, require_packages
 from zloader.storage.layout import require_bytes
 from zloader.storage.metadata import (
@@ -161,9 +162,10 @@ class ListedStore(Store):
         except Exception as error:
             if "://" not in self._url or not isinstance(error, access_errors(self._url)):
                 raise
-            if isinstance(error, denials(self._url)):
-                raise AccessDeniedError(f"not allowed to read {key} of {self._url}: {error}") from error
-            raise ReadError(f"cannot read {key} of {self._url}: {error}. Is its server running? Try again") from error
+            reason = reason_of(error)
+            if is_denial(self._url, error):
+                raise AccessDeniedError(f"not allowed to read {key} of {self._url}: {reason}") from error
+            raise ReadError(f"cannot read {key} of {self._url}: {reason}. Is its server running? Try again") from error
 
     def _is_absent(self, key: str) -> bool:
         return self._all_listed and key not in self.sizes

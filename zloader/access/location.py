@@ -3,8 +3,8 @@
 Everything here goes through fsspec and zarr. The bytes of chunks go through TensorStore instead (kvstore.py), which
 receives the same credentials and endpoints.
 
-The clients of S3, Google and web servers (botocore, gcsfs, aiohttp) take half a second to import. A local store needs
-none of them, so their modules are imported in the methods that use them.
+What differs between schemes is in schemes.py. The clients of web servers take half a second to import, so they are
+imported in the methods that use them.
 """
 
 from __future__ import annotations
@@ -18,42 +18,35 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-import fsspec
 import zarr.abc.store
 import zarr.storage
 
-from zloader.access.access_errors import access_errors, denials
+from zloader.access.schemes import SCHEMES, Scheme
 from zloader.access.stored_objects import Listing, StoredObject, find_file, list_files
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
-from zloader.common.messages import suggestion
+from zloader.common.messages import reason_of, suggestion
 
 if TYPE_CHECKING:
     from zloader.access.web import WebFiles
 
-SCHEMES = ("file", "s3", "gs", "http", "https")
-_WRITABLE = ("file", "s3")
-_WEB = ("http", "https")
 _HDF5_SUFFIXES = (".h5ad", ".h5mu", ".h5", ".hdf5")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-_SLASH_MISSING = re.compile(r"(file|s3|gs|https?):(?!//)(.*)", re.IGNORECASE | re.DOTALL)
+_SLASH_MISSING = re.compile(rf"({'|'.join(SCHEMES)}):(?!//)(.*)", re.IGNORECASE | re.DOTALL)
 _FILESYSTEMS: dict[int, Any] = {}
-_ADVICE = {
-    "s3": "the key and secret in storage_options or the AWS_* variables",
-    "gs": 'GOOGLE_APPLICATION_CREDENTIALS, or pass {"token": "anon"} for a public bucket',
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
     """A URL and the options that open it.
 
-    `url` is a local path, `file://`, `s3://bucket/prefix`, or, read-only, `gs://bucket/prefix` or `http(s)://`.
-    `storage_options` are those of s3fs or gcsfs, or `headers` for http(s). They never appear in the repr, but they are
-    pickled, since worker processes need them: a stored pickle contains the secrets.
+    `url` is a local path or begins with one of SCHEMES. `storage_options` are those of the scheme's fsspec file system,
+    or `headers` for http(s). They never appear in the repr, but they are pickled, since worker processes need them: a
+    stored pickle contains the secrets. `revision` is the commit of a repository, of which the URL may name a branch.
     """
 
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    revision: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url or "\0" in self.url:
@@ -71,13 +64,13 @@ class Location:
             raise OptionError(f"cannot open {shown!r}: pass a local path or a URL that starts with {known}")
         if scheme != "file" and not authority:
             raise OptionError(f"cannot open {shown!r}: the URL must have the form {scheme}://{_form(scheme)}")
-        if scheme != "file" and "@" in authority:
-            raise OptionError(f"cannot open {shown!r}: a URL cannot contain user and password. Use storage_options")
+        if scheme != "file":
+            self.kind.require_url(authority, shown)
         self._require_address(shown)
         steps = self.path.split("/") if scheme != "file" else []
         if not {".", ".."}.isdisjoint(steps) or (not self.is_web and "" in steps):
             raise OptionError(f"cannot open {shown!r}: no part of an object's key can be '.', '..' or empty")
-        if scheme in _WEB and ("?" in self.url or "#" in self.url):
+        if self.is_web and ("?" in self.url or "#" in self.url):
             raise OptionError(
                 f"cannot open {shown!r}: a store's URL cannot have a query or fragment. Pass credentials as headers in "
                 "storage_options; write ? and # that belong to the path as %3F and %23"
@@ -93,28 +86,38 @@ class Location:
 
     @property
     def scheme(self) -> str:
-        """`"file"`, `"s3"`, `"gs"`, `"http"` or `"https"`."""
+        """`"file"`, or what precedes `://`."""
         return self.url.partition("://")[0].lower() if "://" in self.url else "file"
 
     @property
+    def kind(self) -> Scheme:
+        """What is particular to the scheme."""
+        return SCHEMES[self.scheme]
+
+    @property
     def path(self) -> str:
-        """The absolute local path, `bucket/prefix`, or the whole web address, unquoted; without a trailing slash."""
+        """The absolute local path, what file systems call the object, or the whole web address, unquoted.
+
+        It has no trailing slash.
+        """
         if self.scheme == "file":
             bare = unquote(urlsplit(self.url).path) if "://" in self.url else self.url
             return str(Path(bare).expanduser().absolute())
         rest = self.url.partition("://")[2].strip("/")
-        return f"{self.scheme}://{unquote(rest)}" if self.is_web else rest
+        return f"{self.scheme}://{unquote(rest)}" if self.is_web else self.kind.path(self, rest)
 
     @property
     def address(self) -> str:
         """The normalized location: an absolute path, or an unquoted URL without a trailing slash."""
-        return self.path if self.scheme == "file" or self.is_web else f"{self.scheme}://{self.path}"
+        if self.scheme == "file" or self.is_web:
+            return self.path
+        return f"{self.scheme}://{self.url.partition('://')[2].strip('/')}"
 
     @property
     def origin(self) -> str:
         """The resolved location, if it is needed to distinguish stores with equal object stamps; otherwise empty.
 
-        It is empty for S3 and GCS, where tags derive from the content or the time of writing and suffice on their own.
+        It is empty for object storage, where tags derive from the content or the time of writing and suffice.
         """
         if self.scheme == "file":
             return os.path.realpath(self.path)
@@ -123,7 +126,7 @@ class Location:
     @property
     def is_web(self) -> bool:
         """Whether the store is on a web server, which cannot be listed."""
-        return self.scheme in _WEB
+        return self.kind.is_web
 
     @property
     def is_named_hdf5(self) -> bool:
@@ -133,7 +136,7 @@ class Location:
     @property
     def is_writable(self) -> bool:
         """Whether stores can be written to this location."""
-        return self.scheme in _WRITABLE
+        return self.kind.is_writable
 
     def require_writable(self) -> None:
         """Raises OptionError if the location is read-only."""
@@ -145,21 +148,8 @@ class Location:
 
     def filesystem(self, *, asynchronous: bool = False) -> Any:
         """The fsspec file system that contains `path`, without a listings cache."""
-        with self._translated("open"):
-            if self.scheme == "file":
-                return fsspec.filesystem("file")
-            if self.is_web:
-                from zloader.access.web import web_files
-
-                return _never_closed(web_files(self.storage_options, asynchronous=asynchronous))
-            if self.scheme == "gs":
-                from zloader.access.google import google_files
-
-                return _never_closed(google_files(self.storage_options, asynchronous=asynchronous))
-            from zloader.access.credentials import s3_access
-
-            options = {"use_listings_cache": False, **s3_access(self.storage_options).options}
-            return _never_closed(fsspec.filesystem("s3", asynchronous=asynchronous, **options))
+        with self.translated("open"):
+            return self.kept(self.kind.files(self, asynchronous=asynchronous))
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """A zarr store rooted at this URL, for metadata and small arrays."""
@@ -167,7 +157,14 @@ class Location:
             self.require_writable()
         if self.scheme == "file":
             return zarr.storage.LocalStore(self.path, read_only=read_only)
-        return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=read_only, path=self.path)
+        if not read_only:
+            return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=False, path=self.path)
+        store: zarr.abc.store.Store = self.kind.zarr_store(self)
+        return store
+
+    def pinned(self) -> Location:
+        """The location as it is now, if its URL names what may later be another store, such as a branch."""
+        return replace(self, revision=self.kind.revision(self))
 
     def listing(self) -> Listing:
         """Every object below the URL, by relative key, from one listing. An object at the URL itself has the key "".
@@ -176,17 +173,17 @@ class Location:
         Raises StoreNotFoundError if there are none, and AccessDeniedError if the credentials do not permit listing.
         """
         if self.is_web:
-            from zloader.access import web
+            from zloader.access import web_listing
 
             filesystem = self.filesystem()
             try:
-                return Listing(web.listing(filesystem, self.path, self.zarr_store(read_only=True)).items())
+                return Listing(web_listing.listing(filesystem, self.path, self.zarr_store(read_only=True)).items())
             except StoreNotFoundError:
                 found = self._hdf5_file(filesystem)
                 if not found:
                     raise
                 return Listing(found.items())
-        with self._translated("list"):
+        with self.translated("list"):
             try:
                 listed = self._found()
             except (FileNotFoundError, NotADirectoryError):
@@ -200,24 +197,28 @@ class Location:
 
         Raises StoreNotFoundError if there are none, and OptionError if nothing can be listed.
         """
+        self = self if offline else self.pinned()
         if not re.search("[*[]" if self.is_web else "[*?[]", self.path):
             return [self]
         if self.is_web or (offline and self.scheme != "file"):
             why = "a web server cannot be listed" if self.is_web else "a bucket cannot be listed offline"
             raise OptionError(f"{self.url} is a glob, but {why}: pass a list of URLs")
         filesystem = self.filesystem()
-        with self._translated("list"):
+        with self.translated("list"):
             if filesystem.exists(self.path):
                 return [self]
             found = sorted(filesystem.glob(self.path))
         if not found:
             raise StoreNotFoundError(f"nothing matches {self.url}: check the directory and the pattern")
-        return [replace(self, url=path if self.scheme == "file" else f"{self.scheme}://{path}") for path in found]
+        if self.scheme == "file":
+            return [replace(self, url=path) for path in found]
+        root = "/".join(self.url.split("/", 3)[:3])  # the first part of the path, maybe with an account
+        return [replace(self, url=f"{root}/{path.partition('/')[2]}") for path in found]
 
     def _why_nothing(self) -> str:
         """Why nothing is found at the location, and what to do."""
         if self.scheme != "file":
-            return f"nothing is stored at {self.url}: check the bucket, the key and the endpoint"
+            return f"nothing is stored at {self.url}: {self.kind.if_nothing}"
         path = Path(self.path)
         if path.exists():
             return f"nothing is stored at {self.url}: the directory is empty"
@@ -234,7 +235,7 @@ class Location:
         found = self.filesystem().find(self.path, detail=True)
         # S3 consoles create an empty object whose key ends in a slash to represent a folder.
         return Listing(
-            (key[len(self.path) + 1 :], _stored_object(entry)) for key, entry in found.items() if key[-1] != "/"
+            (key[len(self.path) + 1 :], self._stored_object(entry)) for key, entry in found.items() if key[-1] != "/"
         )
 
     def names(self) -> set[str]:
@@ -243,7 +244,7 @@ class Location:
         For a location that is itself an object, the set contains the object's whole path.
         """
         filesystem = self.filesystem()
-        with self._translated("list"):
+        with self.translated("list"):
             try:
                 found = filesystem.ls(self.path, detail=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -260,7 +261,7 @@ class Location:
         resolved = Path(self.path).resolve().parents if self.scheme == "file" else ()
         parents = {PurePosixPath(parent) for parent in (*own.parents, *resolved)} - {PurePosixPath()}
         paths = [str(parent / name) for parent in sorted(parents) for name in names]
-        with self._translated("read the directories above"):
+        with self.translated("read the directories above"):
             found = filesystem.cat_ranges(paths, [0] * len(paths), [1] * len(paths), on_error="return")
             for path, first_byte in zip(paths, found, strict=True):
                 if isinstance(first_byte, bytes):
@@ -283,61 +284,53 @@ class Location:
             from zloader.access import web
 
             return web.find(self.filesystem(), self.path, [key]).get(key)
-        with self._translated(f"look up {key} of"):
+        with self.translated(f"look up {key} of"):
             try:
                 if self.scheme == "file":
                     return find_file(self.path, key)
-                return _stored_object(self.filesystem().info(f"{self.path}/{key}"))
+                return self._stored_object(self.filesystem().info(f"{self.path}/{key}"))
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
+    def _stored_object(self, entry: Mapping[str, Any]) -> StoredObject:
+        tag = self.kind.tag(self, entry)
+        return StoredObject(size=int(entry["size"]), tag=tag, stamp=tag)
+
+    @staticmethod
+    def kept(filesystem: Any) -> Any:
+        """Returns a file system after adding a reference that keeps it alive until the process ends.
+
+        fsspec drops its file systems in a forked process. Without another reference, the fork would close their
+        connections. Both processes share one epoll, so the parent would then wait forever for answers on them.
+        """
+        _FILESYSTEMS[id(filesystem)] = filesystem
+        return filesystem
+
     @contextlib.contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
+    def translated(self, doing: str) -> Iterator[None]:
         """Translates errors of file systems and their clients into zloader's."""
-        errors = self._errors()
+        errors = self.kind.errors()
         try:
             yield
         except ZloaderError:
             raise
         except errors as error:
-            if self._is_denial(error):
-                advice = _ADVICE.get(self.scheme, "the permissions of the directory")
-                raise AccessDeniedError(f"not allowed to {doing} {self.url}: {error}. Check {advice}") from error
+            reason = reason_of(error)
+            if self.kind.is_denial(error):
+                raise AccessDeniedError(
+                    f"not allowed to {doing} {self.url}: {reason}. Check {self.kind.advice}"
+                ) from error
             raise StoreError(
-                f"cannot {doing} {self.url}: {error}. Is the endpoint correct, and is its server running?"
+                f"cannot {doing} {self.url}: {reason}. Is the endpoint correct, and is its server running?"
             ) from error
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
-
-    def _errors(self) -> tuple[type[Exception], ...]:
-        if self.scheme != "gs":
-            return access_errors(self.url)
-        from zloader.access.google import google_errors
-
-        return OSError, *google_errors()
-
-    def _is_denial(self, error: Exception) -> bool:
-        if self.scheme != "gs":
-            return isinstance(error, denials(self.url))
-        from zloader.access.google import is_denial
-
-        return isinstance(error, PermissionError) or is_denial(error)
 
 
 def location_of(url: Any, storage_options: Mapping[str, Any] | None) -> Location:
     """The Location for a URL or path (str or os.PathLike) and its storage options, if any. Raises OptionError."""
     text = os.fspath(url) if isinstance(url, os.PathLike) else url
     return Location(url=text, storage_options={} if storage_options is None else storage_options)
-
-
-def _never_closed(filesystem: Any) -> Any:
-    """Returns a file system after adding a reference that keeps it alive until the process ends.
-
-    fsspec drops its file systems in a forked process. Without another reference, the fork would close their
-    connections. Both processes share one epoll, so the parent would then wait forever for answers on them.
-    """
-    _FILESYSTEMS[id(filesystem)] = filesystem
-    return filesystem
 
 
 def _without_secrets(url: str) -> str:
@@ -354,10 +347,4 @@ def _with_slashes(scheme: str, rest: str) -> str:
 
 
 def _form(scheme: str) -> str:
-    return "HOST/PATH" if scheme in _WEB else "BUCKET/KEY"
-
-
-def _stored_object(entry: Mapping[str, Any]) -> StoredObject:
-    """The StoredObject of an fsspec entry in S3 or GCS."""
-    tag = str(entry.get("ETag") or entry.get("generation") or "")
-    return StoredObject(size=int(entry["size"]), tag=tag, stamp=tag)
+    return SCHEMES[scheme].form

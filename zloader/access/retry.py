@@ -20,7 +20,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from zloader.common.errors import (
@@ -51,6 +51,7 @@ class ReadFailure:
 
     `answer` is the server's answer or the connection's error. `error` is the exception to raise once no retry is left;
     its message includes `verdict` and `advice`. `attempts` limits the attempts (None: the options' `retries` do).
+    `wait_s` is how long the server asks to wait.
     """
 
     answer: str
@@ -60,6 +61,7 @@ class ReadFailure:
         "Is the server overloaded, down or unreachable? To retry longer, set FetchOptions(retries=, deadline_s=)"
     )
     attempts: int | None = None
+    wait_s: float = 0.0
 
 
 MISSING = ReadFailure(
@@ -80,26 +82,35 @@ def truncated(answer: str) -> ReadFailure:
     )
 
 
-def classify_failure(message: str) -> ReadFailure:
-    """The ReadFailure for the message of a TensorStore error."""
+def denied(answer: str, advice: str, attempts: int = 1) -> ReadFailure:
+    """The failure of a read that the server did not permit; `advice` says what to check."""
+    return ReadFailure(
+        answer=answer,
+        error=AccessDeniedError,
+        verdict="was denied",
+        advice=f"Check {advice}, and whether they have expired",
+        attempts=attempts,
+    )
+
+
+RANGE_IGNORED = ReadFailure(
+    answer="the range was ignored by the server", advice="Does a proxy drop the Range header?", attempts=_SHORT_ATTEMPTS
+)
+
+
+def classify_failure(message: str, advice: str) -> ReadFailure:
+    """The ReadFailure for the message of a TensorStore error; `advice` is what to check if access is denied."""
     status, code = message.partition(":")[0], _CODE.search(message)
     reason = " ".join(_DETAILS.split(_PREFIX.sub("", message, count=1))[0].split())[:300]
     answer = f"{code[1]} {reason}" if code else reason
     if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") or _DENIED.search(reason):
-        return ReadFailure(
-            answer=answer,
-            error=AccessDeniedError,
-            verdict="was denied",
-            advice="Check the key and secret in storage_options or the AWS_* variables, and whether they have expired",
-            attempts=1,
-        )
+        return denied(answer, advice)
     if status in _TRANSIENT:
         return ReadFailure(answer=answer)
     if status == "OUT_OF_RANGE":
         return truncated(answer)
     if "was ignored by server" in reason:
-        advice = "Does a proxy drop the Range header?"
-        return ReadFailure(answer=answer, advice=advice, attempts=_SHORT_ATTEMPTS)
+        return replace(RANGE_IGNORED, answer=answer)
     return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
 
 
@@ -165,7 +176,7 @@ class Retrier:
             async with asyncio.timeout(self._options.deadline_s) as deadline:
                 started += await self._reader.start(spans)
                 start_s = time.monotonic()  # later than `began` by the time that opening the store took
-                await _settled(started, self._check_s, enough=len(started))
+                await settled(started, self._check_s, enough=len(started))
                 for position, (span, read) in enumerate(zip(spans, started, strict=True)):
                     succeeded = read.done() and read.exception() is None
                     outcome = await self._reader.outcome(span, read) if succeeded else None
@@ -217,7 +228,7 @@ class Retrier:
             if self._is_overdue(reading):
                 _log.debug("%s is overdue (%s); reading it again", self._reader.describe(reading.span), str(reading))
                 return None
-            await _settled([*reading.running], self._check_s, enough=1)
+            await settled([*reading.running], self._check_s, enough=1)
         start_s = reading.running.pop(done[0])
         outcome = await self._reader.outcome(reading.span, done[0])
         if isinstance(outcome, bytes):
@@ -250,7 +261,7 @@ class Retrier:
             if failure.error is TruncatedObjectError:
                 await self._reader.check_listed(reading.span)
             raise failure.error(f"{described} {failure.verdict} ({reading}). {failure.advice}")
-        seconds = pause_s(reading.failures, self._random.random())
+        seconds = max(failure.wait_s, pause_s(reading.failures, self._random.random()))
         if now + seconds > reading.began + self._options.deadline_s:
             raise self._deadline_error(reading)
         level = logging.DEBUG
@@ -275,7 +286,7 @@ def pause_s(failures: int, jitter: float) -> float:
     return float(min(4.0, 0.1 * 2 ** min(failures - 1, 10)) * (0.75 + jitter / 2))
 
 
-async def _settled(reads: Sequence[Any], timeout_s: float | None, *, enough: int) -> None:
+async def settled(reads: Sequence[Any], timeout_s: float | None, *, enough: int) -> None:
     """Waits until `enough` reads are done, one read has failed, or `timeout_s` has passed.
 
     Uses callbacks instead of `await read`, with which TensorStore prints an error to stderr if a cancelled read ends

@@ -63,8 +63,8 @@ def require_s3(storage_options: Mapping[str, Any]) -> None:
     _refuse_unknown(client, known, option="client_kwargs of storage_options", elsewhere={})
 
 
-def require_endpoint(endpoint: str) -> None:
-    """Raises OptionError unless `endpoint` is the address of a web server."""
+def require_endpoint(endpoint: str, of: str = "S3") -> None:
+    """Raises OptionError unless `endpoint`, of a kind of storage, is the address of a web server."""
     try:
         parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -73,7 +73,7 @@ def require_endpoint(endpoint: str) -> None:
     if not usable:
         shown = endpoint.rpartition("@")[2]
         raise OptionError(
-            f"the endpoint_url of S3 must have the form http://HOST:PORT or https://HOST, not {shown!r:.100}"
+            f"the endpoint_url of {of} must have the form http://HOST:PORT or https://HOST, not {shown!r:.100}"
         )
 
 

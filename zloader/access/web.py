@@ -1,13 +1,12 @@
-"""Stores on a web server, which cannot be listed: the consolidated metadata implies which objects to look for.
+"""Files on a web server: a file system for fsspec, and whether objects exist.
 
-The first byte of every implied object is requested, 64 objects at a time. The response contains the size and ETag, and
-proves that the server supports byte ranges. Redirects are not followed, since TensorStore does not follow them either.
+The first byte of each object is requested, 64 objects at a time. The response contains the size and ETag, and proves
+that the server supports byte ranges. Redirects are not followed, since TensorStore does not follow them either.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import email.utils
 import functools
 import re
@@ -21,35 +20,32 @@ import yarl
 from fsspec.asyn import sync
 from fsspec.implementations.http import HTTPFileSystem
 
-from zloader.access.listed_store import ListedStore
+from zloader.access.read_only import ReadOnly
 from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
-from zloader.access.zarr_groups import UNDECODABLE, implied_keys, members_of, open_zarr_group
-from zloader.common.errors import (
-    AccessDeniedError,
-    FormatError,
-    OptionError,
-    StoreError,
-    StoreNotFoundError,
-    ZloaderError,
-)
+from zloader.common.errors import AccessDeniedError, OptionError, StoreError
 
 Answer = TypeVar("Answer")
 
 _CONCURRENCY = 64  # requests
+_ADVICE = 'pass the headers that the server requires in storage_options, such as {"headers": {"Authorization": ...}}'
 _PAUSES_S = (0.2, 0.4, 0.8)  # before the retries of a transient failure
+_MOST_WAIT_S = 60.0  # altogether, if the server says for how long
 _DEADLINE = aiohttp.ClientTimeout(total=30)  # per request
-_ROOTS = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
 
 
-class ReadOnly:
-    """A mixin for fsspec file systems that rejects the first operation of a writer."""
+class _BusyError(aiohttp.ClientError):
+    """The server is busy, and maybe says for how long. A ClientResponseError would contain the request's headers."""
 
-    async def _pipe_file(self, path: str, value: bytes, **options: object) -> None:
-        raise OptionError(f"cannot write to {path}: stores can only be written to a local path or s3://")
+    def __init__(self, status: int, retry_after: str) -> None:
+        self.wait_s = float(retry_after) if retry_after.isdigit() else 0.0
+        asks = f" and asks to wait {retry_after} s" if self.wait_s else ""
+        super().__init__(f"the server returned status {status}{asks}")
 
 
 class WebFiles(ReadOnly, HTTPFileSystem):  # type: ignore[misc]
     """Files below http(s) addresses. Paths are plain text; special characters are quoted in the URL."""
+
+    advice = _ADVICE  # if access is denied
 
     def encode_url(self, url: str) -> yarl.URL:
         scheme, _, rest = url.partition("://")
@@ -67,7 +63,7 @@ class WebFiles(ReadOnly, HTTPFileSystem):  # type: ignore[misc]
         if response.status in (404, 410):
             raise FileNotFoundError(url)
         if response.status not in (200, 206):
-            _raise_for_status(response, url)
+            _raise_for_status(response, url, self.advice)
 
     async def _cat_file(self, url: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         stored: bytes = await _with_retries(url, functools.partial(super()._cat_file, url, start, end, **options))
@@ -97,29 +93,6 @@ def find(filesystem: WebFiles, root: str, keys: Iterable[str]) -> dict[str, Stor
     return found
 
 
-def listing(filesystem: WebFiles, root: str, store: Any) -> dict[str, StoredObject]:
-    """The objects of a whole store that exist; `store` is the zarr store at `root`.
-
-    Raises StoreNotFoundError, FormatError if the metadata is not consolidated, and the errors of `find`.
-    """
-    roots = find(filesystem, root, _ROOTS)
-    if not roots.keys() & {"zarr.json", ".zgroup"}:
-        raise StoreNotFoundError(f"found no zarr.json or .zgroup at {root}: check the address")
-    try:
-        sizes = {key: entry.size for key, entry in roots.items()}
-        group = open_zarr_group(ListedStore(store, root, sizes, all_listed=False))
-    except ZloaderError:
-        raise
-    except UNDECODABLE as error:
-        raise FormatError(f"{root} is not a Zarr group: {error}") from error
-    if group.metadata.consolidated_metadata is None:
-        raise FormatError(
-            f"the metadata of {root} is not consolidated, and a web server cannot be listed: run "
-            "zarr.consolidate_metadata on the original store, or convert it with 'zloader convert'"
-        )
-    return roots | find(filesystem, root, implied_keys(members_of(group, root)))
-
-
 async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[str, StoredObject]:
     found: dict[str, StoredObject] = {}
 
@@ -143,15 +116,25 @@ async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[st
 
 async def _with_retries(path: str, request: Callable[[], Awaitable[Answer]]) -> Answer:
     """The result of `request`, retried if the server is busy or the connection breaks."""
+    left_s = _MOST_WAIT_S
     for pause_s in _PAUSES_S:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        try:
             return await request()
-        await asyncio.sleep(pause_s)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            wait_s = max(pause_s, getattr(error, "wait_s", 0.0))
+            if wait_s > left_s:
+                raise _failure(path, error) from error
+            left_s -= wait_s
+            await asyncio.sleep(wait_s)
     try:
         return await request()
     except (aiohttp.ClientError, TimeoutError) as error:
-        reason = str(error) or type(error).__name__
-        raise StoreError(f"cannot read {path}: {reason}. Is the address correct, and is its server running?") from error
+        raise _failure(path, error) from error
+
+
+def _failure(path: str, error: Exception) -> StoreError:
+    reason = str(error) or type(error).__name__
+    return StoreError(f"cannot read {path}: {reason}. Is the address correct, and is its server running?")
 
 
 async def _first_byte(filesystem: WebFiles, path: str) -> StoredObject | None:
@@ -197,16 +180,12 @@ def _is_trusted(modified: str) -> bool:
         return False
 
 
-def _raise_for_status(response: aiohttp.ClientResponse, path: str) -> NoReturn:
+def _raise_for_status(response: aiohttp.ClientResponse, path: str, advice: str = _ADVICE) -> NoReturn:
     if response.status in (401, 403, 407):
-        raise AccessDeniedError(
-            f"access to {path} was denied (status {response.status}): pass the headers that the server requires in "
-            'storage_options, such as {"headers": {"Authorization": ...}}'
-        )
+        raise AccessDeniedError(f"access to {path} was denied (status {response.status}): {advice}")
     if 300 <= response.status < 400:
         target = response.headers.get("Location", "nowhere").partition("?")[0]  # the query may contain a signature
         raise StoreError(f"{path} redirects to {target} (status {response.status}): open the store at that address")
     if response.status in (408, 429) or response.status >= 500:
-        # Not a ClientResponseError, which would contain the request's headers.
-        raise aiohttp.ClientError(f"the server returned status {response.status}")
+        raise _BusyError(response.status, response.headers.get("Retry-After", ""))
     raise StoreError(f"cannot read {path}: the server returned status {response.status}")

@@ -14,7 +14,7 @@ import typer
 
 from zloader.common.errors import OptionError
 
-_s3_option = functools.partial(typer.Option, rich_help_panel="Access to S3")
+_s3_option = functools.partial(typer.Option, rich_help_panel="Access to buckets")
 _loader_option = functools.partial(typer.Option, rich_help_panel="Loader options")
 price_option = functools.partial(typer.Option, rich_help_panel="Prices in dollars")
 
@@ -75,13 +75,23 @@ class Access:
     region: Annotated[str | None, _s3_option(help="Region of the bucket.")] = None
     profile: Annotated[str | None, _s3_option(help="Profile in the AWS configuration.")] = None
     anon: Annotated[bool, _s3_option("--anon", help="Send no credentials, for public buckets.")] = False
+    requester_pays: Annotated[
+        bool, _s3_option("--requester-pays", help="Pay for requests and transfer, on S3 and Google Cloud.")
+    ] = False
+    project: Annotated[
+        str | None, _s3_option(help="Google Cloud project that pays; implies --requester-pays.", metavar="PROJECT")
+    ] = None
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The s3fs options."""
-        client = {"endpoint_url": self.endpoint_url, "region_name": self.region}
-        client = {name: value for name, value in client.items() if value}
-        given: dict[str, Any] = {"profile": self.profile, "anon": self.anon, "client_kwargs": client}
+        """The options of the scheme's file system."""
+        given: dict[str, Any] = {
+            "endpoint_url": self.endpoint_url,
+            "profile": self.profile,
+            "anon": self.anon,
+            "requester_pays": self.project or self.requester_pays,
+            "client_kwargs": {"region_name": self.region} if self.region else {},
+        }
         return {name: value for name, value in given.items() if value}
 
     @property

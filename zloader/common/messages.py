@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -10,6 +11,8 @@ from itertools import islice
 from typing import Any
 
 _LISTED = 10
+_MOST_REASON = 500  # characters
+_QUERY = re.compile(r"(https?://[^\s?]+)\?[^\s]*")
 _SUGGESTED = 3
 _CUTOFF = 0.7  # of difflib's similarity: `cel_type` and `celltype` for cell_type, but not `donor` for `dose`
 _MOST_KNOWN = 200_000  # names looked at, which takes about a second
@@ -21,6 +24,12 @@ def listed(names: Iterable[Any], most: int = _LISTED) -> str:
     names = [str(name) for name in names]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more or "none"
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error of another library, on one line, without the queries of URLs, which may be signatures."""
+    text = _QUERY.sub(r"\1", str(error).partition("\n\nDebug source")[0])
+    return " ".join(text.split())[:_MOST_REASON] or type(error).__name__
 
 
 def suggestion(name: Any, known: Iterable[str]) -> str:

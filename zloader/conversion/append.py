@@ -107,6 +107,7 @@ def append(
     After an exception nothing is written in the background.
     """
     location = location_of(url, storage_options)
+    location.require_writable()
     return append_to(
         Destination(location),
         sources,

@@ -102,7 +102,7 @@ def verify(
     StoreError if a read fails for a reason other than damage.
     """
     started = time.perf_counter()
-    location = location_of(url, storage_options)
+    location = location_of(url, storage_options).pinned()
     findings = Findings(location.url)
     with contextlib.ExitStack() as opened:
         opened.enter_context(library_settings())

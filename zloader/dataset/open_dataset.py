@@ -34,12 +34,14 @@ def open_dataset(
     >>> dataset.n_obs, dataset.n_vars, dataset.obs_columns
     (1000, 50, ['cell_type', 'donor', 'n_counts'])
 
-    - `url`: a local path, or a URL that begins with `file://`, `s3://`, `gs://`, `http://` or `https://`; or a list of
-      them. Each is an AnnData or MuData store, an .h5ad or .h5mu file, or an annbatch collection.
+    - `url`: a local path, or a URL that begins with `file://`, `s3://`, `gs://`, `az://`, `abfs://`, `hf://`, `http://`
+      or `https://`; or a list of them. Each is an AnnData or MuData store, an .h5ad or .h5mu file, or an annbatch
+      collection.
     - `cache`: the directory, or zl.Cache, that keeps mirrors of the stores, best on a local NVMe disk. With None, every
       epoch reads from the stores.
     - `storage_options`: options for all URLs. For S3 those of s3fs (key, secret, token, anon, profile, endpoint_url,
-      client_kwargs); for GCS token and endpoint_url; for web servers headers. They are part of a pickled dataset.
+      requester_pays, client_kwargs); for GCS token, requester_pays and endpoint_url; for Azure those of adlfs; for the
+      Hub token and endpoint; for web servers headers. They are part of a pickled dataset.
     - `offline`: open from the cache alone, without any network request. Reading values that are not in the cache then
       raises ReadError.
     - `join`: the genes of several stores. With None, all stores need the same genes in the same order. "inner" takes

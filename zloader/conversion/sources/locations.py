@@ -21,8 +21,8 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.storage import WrapperStore
 
-from zloader.access.access_errors import denials
 from zloader.access.location import Location
+from zloader.access.schemes import SCHEMES, advice, is_denial
 from zloader.access.stored_objects import list_files
 from zloader.common.errors import (
     AccessDeniedError,
@@ -45,6 +45,8 @@ _SUFFIXES = (".h5ad", ".h5mu", ".zarr", ".h5", ".hdf5", ".parquet", ".soma", ".s
 class SourceLocation:
     """The location of one source: a `path` on an fsspec `filesystem`. `name` is the URL without secrets.
 
+    `bucket` is the same as a Location, if sources of this scheme are found as stores are.
+
     All methods raise AccessDeniedError, StoreNotFoundError or ReadError.
     """
 
@@ -53,6 +55,7 @@ class SourceLocation:
     path: str
     filesystem: Any
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    bucket: Location | None = None
 
     @property
     def is_local(self) -> bool:
@@ -112,16 +115,21 @@ class SourceLocation:
             else:
                 found = self.filesystem.find(self.path, detail=True)
         return sorted(
-            (key.removeprefix(self.path).lstrip("/"), int(entry["size"]), _tag(entry)) for key, entry in found.items()
+            (key.removeprefix(self.path).lstrip("/"), int(entry["size"]), self._tag(entry))
+            for key, entry in found.items()
         )
+
+    def _tag(self, entry: Mapping[str, Any]) -> str:
+        if self.bucket is not None:
+            return self.bucket.kind.tag(self.bucket, entry)
+        return next((str(entry[name]) for name in _TAGS if entry.get(name)), "")
 
     def zarr_store(self) -> Store:
         """A read-only zarr store rooted here. Its reads raise the errors of this class."""
         if self.is_local:
             return zarr.storage.LocalStore(self.path, read_only=True)
-        if self.url.startswith("s3://"):
-            bucket = Location(url=self.url, storage_options=self.storage_options)
-            return _RemoteStore(bucket.zarr_store(read_only=True), self)
+        if self.bucket is not None:
+            return _RemoteStore(self.bucket.zarr_store(read_only=True), self)
         options = dict(self.storage_options)
         return _RemoteStore(zarr.storage.FsspecStore.from_url(self.url, storage_options=options, read_only=True), self)
 
@@ -137,10 +145,6 @@ class SourceLocation:
         return RemoteFile(self, size, cache)
 
 
-def _tag(entry: Mapping[str, Any]) -> str:
-    return next((str(entry[name]) for name in _TAGS if entry.get(name)), "")
-
-
 def source_locations(source: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> list[SourceLocation]:
     """The location that a path or URL names, or the sorted locations that a glob matches.
 
@@ -153,6 +157,8 @@ def source_locations(source: str | os.PathLike[str], storage_options: Mapping[st
     wildcards = "*[" if not location.can_be_listed else "*?["  # `?` starts the query of a web address
     if not any(wildcard in text for wildcard in wildcards):
         return [location]
+    if location.bucket is not None:
+        return [_in_bucket(match) for match in location.bucket.matches()]
     with _translated(location):
         if location.filesystem.exists(location.path):
             return [location]
@@ -168,32 +174,27 @@ def _source_location(text: str, storage_options: Mapping[str, Any]) -> SourceLoc
     if "://" not in text:
         path = str(Path(text).expanduser().absolute())
         return SourceLocation(url=text, name=text, path=path, filesystem=Location(url=text).filesystem())
+    known = SCHEMES.get(text.partition("://")[0])
+    if known is not None and known.is_source and "::" not in text:
+        return _in_bucket(Location(url=text, storage_options=storage_options).pinned())
     name = _without_secrets(text)
-    if text.startswith("s3://"):
-        filesystem = Location(url=text, storage_options=storage_options).filesystem()
-        path = text.removeprefix("s3://").rstrip("/")
-    else:
-        try:
-            filesystem, path = fsspec.core.url_to_fs(text, **storage_options)
-        except (ImportError, ValueError, TypeError) as error:
-            raise OptionError(f"cannot open {name}: {error}") from error
-        filesystem.invalidate_cache()
-    if text.startswith("hf://"):
-        text, name, path = _pinned(filesystem, path)
+    try:
+        filesystem, path = fsspec.core.url_to_fs(text, **storage_options)
+    except (ImportError, ValueError, TypeError) as error:
+        raise OptionError(f"cannot open {name}: {error}") from error
+    filesystem.invalidate_cache()
     return SourceLocation(url=text, name=name, path=path, filesystem=filesystem, storage_options=dict(storage_options))
 
 
-def _pinned(filesystem: Any, path: str) -> tuple[str, str, str]:
-    """A location on Hugging Face at the commit that its branch has now, so that a push does not change what is read."""
-    place = SourceLocation(url=f"hf://{path}", name=f"hf://{path}", path=path, filesystem=filesystem)
-    with _translated(place):
-        found = filesystem.resolve_path(path)
-        if not hasattr(found, "repo_id"):
-            return place.url, place.name, place.path
-        info = filesystem._api.repo_info(found.repo_id, revision=found.revision, repo_type=found.repo_type)
-        folder = "" if found.repo_type == "model" else f"{found.repo_type}s/"
-        pinned = f"{folder}{found.repo_id}@{info.sha}/{found.path_in_repo}"
-    return f"hf://{pinned}", f"hf://{pinned}", pinned
+def _in_bucket(bucket: Location) -> SourceLocation:
+    return SourceLocation(
+        url=bucket.url,
+        name=bucket.url,
+        path=bucket.path,
+        filesystem=bucket.filesystem(),
+        storage_options=bucket.storage_options,
+        bucket=bucket,
+    )
 
 
 def _without_secrets(url: str) -> str:
@@ -209,15 +210,15 @@ def _translated(location: SourceLocation) -> Iterator[None]:
         yield
     except ZloaderError:
         raise
-    except denials(location.url) as error:
-        advice = "" if location.is_local else ". Check the key and secret in storage_options or the AWS_* variables"
-        reason = error.strerror if isinstance(error, PermissionError) and error.strerror else str(error)
-        raise AccessDeniedError(f"not allowed to read {location.name}: {reason}{advice}") from error
     except FileNotFoundError as error:
         what = f"file {location.name}" if location.is_local else f"object at {location.name}"
         answer = getattr(error.__cause__, "status", None) or type(error.__cause__).__name__
         raise StoreNotFoundError(f"there is no {what}" + f" ({answer})" * (not location.can_be_listed)) from error
     except Exception as error:  # aiohttp, botocore and others have their own exception classes
+        if is_denial(location.url, error):
+            check = "" if location.is_local else f". Check {advice(location.url)}"
+            reason = error.strerror if isinstance(error, PermissionError) and error.strerror else str(error)
+            raise AccessDeniedError(f"not allowed to read {location.name}: {reason}{check}") from error
         reason = str(error).replace(location.url, location.name)
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):  # of Hugging Face
             raise AccessDeniedError(

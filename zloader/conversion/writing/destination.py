@@ -22,9 +22,9 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
-from zloader.access.access_errors import access_errors
 from zloader.access.listed_store import METADATA, is_metadata
 from zloader.access.location import Location
+from zloader.access.schemes import access_errors
 from zloader.common.errors import (
     AccessDeniedError,
     FormatError,

@@ -21,8 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from zloader.access.access_errors import access_errors, denials
 from zloader.access.location import Location
+from zloader.access.schemes import access_errors, is_denial
 from zloader.common.concurrent_calls import fulfil
 from zloader.common.errors import AccessDeniedError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.options import MiB
@@ -40,14 +40,14 @@ def translated(doing: str, url: str) -> Iterator[None]:
         yield
     except ZloaderError:
         raise
-    except denials(url) as error:
-        raise AccessDeniedError(
-            f"not allowed to {doing} {url} ({error}): check the permissions of the directory, or the key and secret in "
-            "storage_options or the AWS_* variables"
-        ) from error
     except FileNotFoundError as error:
         raise StoreNotFoundError(f"cannot {doing} {url} ({error}): does the bucket exist?") from error
     except access_errors(url) as error:
+        if is_denial(url, error):
+            raise AccessDeniedError(
+                f"not allowed to {doing} {url} ({error}): check the permissions of the directory, or the key and "
+                "secret in storage_options or the AWS_* variables"
+            ) from error
         advice = ": free some space or repair the server, and run it again (convert: with --resume)"
         raise StoreError(f"cannot {doing} {url}: {error}{advice if doing.startswith('write') else ''}") from error
 

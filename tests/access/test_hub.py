@@ -1,0 +1,457 @@
+"""hf:// against a stand-in for the Hub's API and its CDN, which checks what it is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import http.server
+import json
+import pickle
+import re
+import sys
+import threading
+import time
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import TESTS, counts, digest, web_server, write_store
+
+import zloader as zl
+from zloader.access import hub
+from zloader.access.location import Location
+from zloader.common.errors import (
+    AccessDeniedError,
+    DeadlineError,
+    MissingObjectError,
+    OptionError,
+    StoreChangedError,
+    StoreError,
+    StoreNotFoundError,
+    ZloaderError,
+)
+
+pytest.importorskip("huggingface_hub")
+
+ADATA = counts(160, 41, seed=8)
+ADATA.obs["odd & #name? 50%"] = np.arange(160, dtype=np.float32)
+OBS = ["cell_type", "donor", "n_counts", "odd & #name? 50%"]
+_WRITTEN = "2026-01-01T00:00:00.000Z"
+TOKEN = "hf_a-token"
+URL = "hf://datasets/lab/cells/two words/counts.zarr"
+BUCKET = "hf://buckets/lab/cells/two words/counts.zarr"
+
+
+class Hub:
+    """Repositories and buckets below a folder: COMMIT/PATH. The branch main is at one commit."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.commit, self.private = root, "c" * 40, False
+        self.asked: Counter[str] = Counter()  # by what was asked for
+        self.busy: dict[
+            str, list[dict[str, str]]
+        ] = {}  # headers of answers 429 still to be given, by what is asked for
+        self.not_before = 0.0  # asking earlier is an error
+        self.too_early = 0
+        self.faults: list[str] = []  # of the CDN: "expired", "short", "drop", "500"
+        self.signature = "a%2Fb"
+        self.lock = threading.Lock()
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.commit
+
+    def fault(self) -> str:
+        with self.lock:
+            return self.faults.pop(0) if self.faults else ""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """The Hub below / and the CDN below /cdn/, under another host name."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, *given: Any, hub: Hub) -> None:
+        self.hub = hub
+        super().__init__(*given)
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        folder = self.hub.root / self.path.rpartition("/")[2]
+        paths = urllib.parse.parse_qs(asked.decode())["paths"]
+        found = [folder / each for each in paths if (folder / each).exists()]
+        self._send(200, self._json([self._entry(folder, each) for each in found]))
+
+    def do_GET(self) -> None:
+        address = urllib.parse.urlsplit(self.path)
+        if address.path.startswith("/cdn/"):
+            self._send_object(address)
+            return
+        what = self._what(address.path)
+        with self.hub.lock:
+            self.hub.asked[what] += 1
+            self.hub.too_early += time.monotonic() < self.hub.not_before
+            busy = self.hub.busy[what].pop(0) if self.hub.busy.get(what) else None
+        if busy is not None:
+            self.hub.not_before = time.monotonic() + float(busy.get("Retry-After", 0))
+            self._send(429, b"{}", busy)
+        elif self.hub.private and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._send(401, b'{"error": "Invalid username or password."}', {"X-Error-Message": "no"})
+        else:
+            getattr(self, f"_{what}")(urllib.parse.unquote(address.path))
+
+    def _what(self, path: str) -> str:
+        return next((name for name in ("tree", "revision", "resolve") if f"/{name}" in path), "about")
+
+    def _about(self, path: str) -> None:
+        missing = not path.endswith("lab/cells")
+        about = {"id": "lab/cells", "sha": self.hub.commit, "private": False, "size": 1, "totalFiles": 1}
+        self._send(404 if missing else 200, self._json(about | {"createdAt": _WRITTEN}), self._why(missing))
+
+    def _revision(self, path: str) -> None:
+        missing = path.rpartition("/")[2] not in ("main", self.hub.commit, "old")
+        headers = {"X-Error-Code": "RevisionNotFound"} if missing else {}
+        self._send(404 if missing else 200, self._json({"id": "lab/cells", "sha": self.hub.commit}), headers)
+
+    @staticmethod
+    def _why(missing: bool) -> dict[str, str]:
+        return {"X-Error-Code": "RepoNotFound"} if missing else {}
+
+    def _tree(self, path: str) -> None:
+        if path.startswith("/api/buckets/"):
+            folder, inside = self.hub.folder, path.partition("/tree")[2].strip("/")
+        else:
+            commit, _, inside = path.partition("/tree/")[2].partition("/")
+            folder = self.hub.root / commit
+        found = folder / inside
+        recursive = "recursive=true" in self.path.lower()
+        paths = sorted(found.rglob("*") if recursive else found.glob("*"))
+        if not paths:
+            self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+            return
+        self._send(200, self._json([self._entry(folder, each) for each in paths]))
+
+    def _entry(self, folder: Path, path: Path) -> dict[str, Any]:
+        name = str(path.relative_to(folder))
+        if path.is_dir():
+            return {"type": "directory", "path": name, "oid": "t", "uploadedAt": _WRITTEN}
+        stored = path.read_bytes()
+        entry: dict[str, Any] = {"type": "file", "path": name, "size": len(stored), "oid": _sha1(stored)}
+        if self.path.startswith("/api/buckets/"):
+            return entry | {"xetHash": _sha256(stored), "uploadedAt": _WRITTEN, "mtime": None}
+        if _is_large(path):
+            entry["lfs"] = {"oid": _sha256(stored), "size": len(stored), "pointerSize": 100}
+        return entry
+
+    def _resolve(self, path: str) -> None:
+        inside = path.partition("/resolve/")[2]
+        commit, key = (self.hub.commit, inside) if path.startswith("/buckets/") else inside.split("/", 1)
+        file = self.hub.root / commit / key
+        if not file.is_file():
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        stored = file.read_bytes()
+        headers = {"X-Repo-Commit": commit, "X-Linked-Size": str(len(stored))}
+        if not _is_large(file) and not path.startswith("/buckets/"):
+            self._send_part(stored, headers | {"ETag": f'"{_sha1(stored)}"'})
+            return
+        port = self.server.server_address[1]
+        place = urllib.parse.quote(f"{commit}/{key}")
+        location = f"http://localhost:{port}/cdn/{place}?Signature={self.hub.signature}"
+        xet = {"X-Xet-Hash": _sha256(stored), "X-Xet-Refresh-Route": f"http://127.0.0.1:{port}/x"}
+        headers |= {"X-Linked-ETag": f'"{_sha256(stored)}"', "Location": location}
+        self._send(302, b"", headers | (xet if path.startswith("/buckets/") else {}))
+
+    def _send_object(self, address: urllib.parse.SplitResult) -> None:
+        assert "Authorization" not in self.headers, "the token has left the Hub"
+        fault = self.hub.fault()
+        self.hub.asked["cdn"] += 1
+        if fault == "expired" or address.query != f"Signature={self.hub.signature}":
+            self._send(403, b"<Error>the signature has expired</Error>")
+            return
+        if fault == "500":
+            self._send(500, b"")
+            return
+        file = self.hub.root / urllib.parse.unquote(address.path.removeprefix("/cdn/"))
+        if not file.is_file():
+            self._send(404, b"")
+            return
+        stored = file.read_bytes()
+        self._send_part(stored, {"ETag": '"of the CDN"'}, fault)
+
+    def _send_part(self, stored: bytes, headers: dict[str, str], fault: str = "") -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked is None:
+            self._send(200, stored, headers)
+            return
+        first, last = int(asked[1]), int(asked[2])
+        part = stored[first : last + 1]
+        headers["Content-Range"] = f"bytes {first}-{first + len(part) - 1}/{len(stored)}"
+        if fault == "drop":
+            self.send_response(206)
+            self.send_header("Content-Range", headers["Content-Range"])
+            self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            self.wfile.write(part[: len(part) // 2])
+            self.close_connection = True
+            return
+        self._send(206, part[:-1] if fault == "short" else part, headers)
+
+    @staticmethod
+    def _json(found: Any) -> bytes:
+        return json.dumps(found).encode()
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _is_large(path: Path) -> bool:
+    return path.name not in ("zarr.json", "README.md")
+
+
+def _sha1(stored: bytes) -> str:
+    return hashlib.sha1(stored).hexdigest()
+
+
+def _sha256(stored: bytes) -> str:
+    return hashlib.sha256(stored).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("local")
+    write_store(ADATA, folder / ("c" * 40) / "two words" / "counts.zarr", folder)
+    (folder / ("c" * 40) / "counts.h5ad").write_bytes((folder / "source.h5ad").read_bytes())
+    return folder
+
+
+@pytest.fixture
+def standin(local: Path) -> Hub:
+    return Hub(local)
+
+
+@pytest.fixture
+def options(standin: Hub) -> Iterator[dict[str, Any]]:
+    with contextlib.ExitStack() as running:
+        address = running.enter_context(web_server(functools.partial(_Handler, hub=standin)))
+        yield {"endpoint": address}
+
+
+def loader(dataset: zl.Dataset, **given: Any) -> zl.Loader:
+    sampling = zl.BlockShuffling(4)
+    return zl.Loader(
+        dataset, batch_size=16, fetch_factor=3, sampling=sampling, obs=OBS, options=zl.FetchOptions(**given)
+    )
+
+
+def wanted(local: Path) -> str:
+    return digest(loader(zl.open_dataset(local / ("c" * 40) / "two words" / "counts.zarr")))
+
+
+URLS = [
+    URL,
+    BUCKET,
+    pytest.param(URL.replace("cells/", "cells@main/", 1), marks=pytest.mark.slow),
+    pytest.param(URL.replace("/cells/", f"/cells@{'c' * 40}/"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("url", URLS, ids=["branch", "bucket", "named branch", "commit"])
+def test_minibatches_are_those_of_the_local_store(
+    local: Path, standin: Hub, options: Any, url: str, tmp_path: Path
+) -> None:
+    dataset = zl.open_dataset(url, storage_options=options)
+    assert digest(loader(dataset)) == wanted(local)
+    assert digest(loader(pickle.loads(pickle.dumps(dataset)))) == wanted(local)
+    mirrored = zl.open_dataset(url, storage_options=options, cache=tmp_path / "cache")
+    assert [digest(loader(mirrored)), digest(loader(mirrored))] == [wanted(local)] * 2
+    offline = zl.open_dataset(url, storage_options=options, cache=tmp_path / "cache", offline=True)
+    assert digest(loader(offline)) == wanted(local)
+
+
+def test_a_file_in_place_and_as_a_source(local: Path, options: Any, tmp_path: Path) -> None:
+    url = "hf://datasets/lab/cells/counts.h5ad"
+    there = zl.open_dataset(local / "source.h5ad")
+    assert digest(loader(zl.open_dataset(url, storage_options=options))) == digest(loader(there))
+    assert zl.verify(URL, storage_options=options, progress=False).problems == ()
+    for source in (url, "hf://datasets/lab/cells/*.h5ad", URL):
+        zl.convert(source, tmp_path / "a.zarr", source_options=options, progress=False, overwrite=True)
+        np.testing.assert_array_equal(
+            zl.open_dataset(tmp_path / "a.zarr").take(range(160)).X.toarray(), ADATA.X.toarray()
+        )
+
+
+def test_a_branch_is_pinned(local: Path, standin: Hub, options: Any) -> None:
+    dataset = zl.open_dataset(URL, storage_options=options)
+    before = dataset.stores[0].fingerprint
+    new = local / ("d" * 40) / "two words"
+    if not new.exists():
+        new.mkdir(parents=True)
+        write_store(counts(90, 41), new / "counts.zarr", local / "tmp")
+    standin.commit = "d" * 40
+    assert digest(loader(dataset)) == wanted(local)
+    later = zl.open_dataset(URL, storage_options=options)
+    assert (later.n_obs, later.stores[0].location.revision) == (90, "d" * 40)
+    assert later.stores[0].fingerprint != before
+    pinned = zl.open_dataset(URL.replace("/cells/", f"/cells@{'d' * 40}/"), storage_options=options)
+    assert pinned.stores[0].fingerprint == later.stores[0].fingerprint
+
+
+def test_an_address_is_asked_for_once(standin: Hub, options: Any) -> None:
+    dataset = zl.open_dataset(URL, storage_options=options)
+    epochs = loader(dataset)
+    digest(epochs)
+    asked = standin.asked["resolve"]
+    assert standin.asked["cdn"] > 2 * 6  # several reads of each object
+    digest(epochs)
+    assert standin.asked["resolve"] == asked
+
+
+LIMITS = [
+    {"Retry-After": "1"},
+    pytest.param({"RateLimit": '"resolvers";r=0;t=1', "Retry-After": "1"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("headers", LIMITS, ids=["Retry-After", "RateLimit"])
+def test_rate_limits_are_respected(local: Path, standin: Hub, options: Any, headers: Any) -> None:
+    dataset = zl.open_dataset(URL, storage_options=options)
+    epochs = loader(dataset)
+    _ = dataset.obs(OBS)
+    standin.busy = {"resolve": [headers]}
+    assert digest(epochs) == wanted(local)
+    assert standin.too_early <= 16  # those that had been asked for at the same time
+    standin.busy = {"resolve": [headers], "tree": [headers]}
+    assert zl.open_dataset(URL, storage_options=options).n_obs == 160
+    assert standin.busy == {"resolve": [], "tree": []}
+
+
+def test_a_rate_limit_beyond_the_deadline(standin: Hub, options: Any) -> None:
+    dataset = zl.open_dataset(URL, storage_options=options)
+    dataset.take([0])
+    standin.busy = {"resolve": [{"Retry-After": "300"}] * 99}
+    with pytest.raises(StoreError, match="asks to wait 300 s"):
+        dataset.obs(OBS)
+    with pytest.raises(DeadlineError, match=r"X/.*did not finish within deadline_s=2.*429"):
+        list(zl.Loader(dataset, batch_size=16, options=zl.FetchOptions(deadline_s=2)))
+
+
+@pytest.mark.parametrize("fault", ["expired", "short", "drop", "500"])
+def test_one_failure_of_the_cdn(local: Path, standin: Hub, options: Any, fault: str) -> None:
+    dataset = zl.open_dataset(URL, storage_options=options)
+    digest(loader(dataset))
+    standin.faults = [fault]
+    assert digest(loader(dataset)) == wanted(local)
+    assert not standin.faults
+
+
+def test_a_cdn_that_always_refuses(standin: Hub, options: Any) -> None:
+    dataset = zl.open_dataset(URL, storage_options=options)
+    dataset.take([0])
+    standin.faults = ["expired"] * 999
+    with pytest.raises(AccessDeniedError, match=r"X/.*was denied.*403.*HF_TOKEN") as caught:
+        list(zl.Loader(dataset, batch_size=16))
+    assert standin.signature not in str(caught.value)
+
+
+def test_objects_of_a_bucket_that_change_or_vanish(local: Path, standin: Hub, options: Any) -> None:
+    standin.commit = "e" * 40
+    write_store(ADATA, standin.folder / "two words" / "counts.zarr", local / "tmp")
+    first, second = (zl.open_dataset(BUCKET, storage_options=options) for _ in range(2))
+    file = standin.folder / "two words" / "counts.zarr" / "X" / "data" / "c" / "1"
+    file.write_bytes(file.read_bytes()[::-1])
+    with pytest.raises(StoreChangedError, match="X/data/c/1"):
+        digest(loader(first))
+    file.unlink()
+    with pytest.raises(MissingObjectError, match="X/data/c/1"):
+        digest(loader(second))
+
+
+def test_a_private_repository(standin: Hub, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.private = True
+    with pytest.raises(AccessDeniedError, match=r"(?s)not allowed to look up .*Check HF_TOKEN"):
+        zl.open_dataset(URL, storage_options=options)
+    dataset = zl.open_dataset(URL, storage_options=options | {"token": TOKEN})
+    assert len(list(loader(dataset))) == 10
+    assert TOKEN not in repr(dataset) + repr(dataset.store.location)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert len(list(loader(zl.open_dataset(BUCKET, storage_options=options)))) == 10
+
+
+READ = """
+import sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/access"]
+import test_hub as tests
+print(tests.digest(tests.loader(tests.zl.open_dataset(tests.URL))))
+"""
+
+
+@pytest.mark.slow
+def test_endpoint_and_token_of_the_environment(interpreter: Any, local: Path, standin: Hub, options: Any) -> None:
+    standin.private = True
+    done = interpreter.run(READ, TESTS, HF_ENDPOINT=options["endpoint"], HF_TOKEN=TOKEN)
+    assert (done.stdout.strip(), done.stderr) == (wanted(local), "")
+
+
+MISSING = {
+    "repository": ("hf://datasets/lab/nothing/a.zarr", "there is no such repository"),
+    "revision": ("hf://datasets/lab/cells@nothing/a.zarr", "there is no such revision"),
+    "path": ("hf://datasets/lab/cells/nothing.zarr", "nothing is stored at hf://.*check the repository"),
+    "bucket": ("hf://buckets/lab/cells/nothing.zarr", "nothing is stored at hf://"),
+    "match": ("hf://datasets/lab/cells/*.zarr", "nothing matches hf://"),
+}
+
+
+@pytest.mark.parametrize(("url", "says"), MISSING.values(), ids=MISSING)
+def test_what_does_not_exist(options: Any, url: str, says: str) -> None:
+    with pytest.raises(StoreNotFoundError, match=says):
+        zl.open_dataset(url, storage_options=options)
+
+
+INVALID = {
+    "only a name": ("hf://lab", "hf://datasets/ORG/NAME/PATH"),
+    "no name": ("hf://datasets/lab", "hf://datasets/ORG/NAME/PATH"),
+    "bucket with revision": ("hf://buckets/lab/cells@main/a.zarr", "a bucket has no revisions. Leave out @main"),
+    "password": ("hf://me:hush@lab/cells/a.zarr", "cannot contain user and password"),
+}
+
+
+@pytest.mark.parametrize(("url", "says"), INVALID.values(), ids=INVALID)
+def test_invalid_urls(url: str, says: str) -> None:
+    with pytest.raises(OptionError, match=says) as caught:
+        zl.open_dataset(url)
+    assert "hush" not in str(caught.value)
+
+
+def test_paths() -> None:
+    commit = "c" * 40
+    assert Location(url="hf://datasets/a/b/c/d.zarr/").path == "datasets/a/b/c/d.zarr"
+    assert Location(url="hf://datasets/a/b/c", revision=commit).path == f"datasets/a/b@{commit}/c"
+    assert Location(url="hf://datasets/a/b@refs/pr/3/c").path == "datasets/a/b@refs%2Fpr%2F3/c"
+    assert Location(url="hf://a/b@v1/c", revision=commit).path == f"a/b@{commit}/c"
+
+
+def test_invalid_options_and_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"no 'tokn' in the storage_options of hf://. Did you mean 'token'"):
+        zl.open_dataset(URL, storage_options={"tokn": "x"})
+    with pytest.raises(ZloaderError, match="written to a local path or s3://"):
+        zl.convert(ADATA, URL, progress=False)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(OptionError, match=r'hf:// needs huggingface_hub.*pip install "zloader\[hf\]"'):
+        hub.hub_files(Location(url=URL))

@@ -1,0 +1,161 @@
+"""What obstore's single reads make of servers that misbehave, behind the same retries as TensorStore's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import NEVER_S, web_server
+
+import zloader as zl
+from zloader.access.location import Location
+from zloader.access.object_stores import ObjectStore, client_options
+from zloader.access.schemes import SCHEMES
+from zloader.access.stored_objects import StoredObject
+from zloader.common.errors import (
+    AccessDeniedError,
+    DeadlineError,
+    MissingObjectError,
+    ReadError,
+    StoreChangedError,
+    StoreError,
+    TruncatedObjectError,
+)
+from zloader.common.records import Span
+from zloader.reading.object_source import ObjectSource
+from zloader.reading.obstore_reader import ObstoreReader
+
+pytest.importorskip("obstore")
+pytest.importorskip("adlfs")
+
+CONTENT = np.random.default_rng(0).bytes(100_000)
+SECRET = "hush"
+
+
+class _Faulty(http.server.BaseHTTPRequestHandler):
+    """An object, sent as the next fault says; as it should be if none is left."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, *given: Any, faults: list[str], over: threading.Event) -> None:
+        self.faults, self.over = faults, over
+        super().__init__(*given)
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        fault = self.faults.pop(0) if self.faults else ""
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = CONTENT[first : last + 1]
+        status = int(fault) if fault.isdigit() else 200 if fault == "whole" else 206
+        body = part[:-1] if fault == "short" else CONTENT if fault == "whole" else b"no" if fault.isdigit() else part
+        self.send_response(status)
+        self.send_header("Last-Modified", "Wed, 25 Nov 2026 12:00:00 GMT")
+        self.send_header("ETag", '"changed"' if fault == "changed" else '"tag"')
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(CONTENT)}")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if fault in ("drop", "stall") else body)
+        if fault == "stall":
+            self.over.wait()
+        self.close_connection = fault in ("drop", "stall")
+
+
+@pytest.fixture
+def faults() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def source(faults: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes an ObjectSource of the server, with these FetchOptions."""
+    from obstore.store import HTTPStore
+
+    over = threading.Event()
+    with contextlib.ExitStack() as running:
+        running.callback(over.set)
+        address = running.enter_context(web_server(functools.partial(_Faulty, faults=faults, over=over)))
+        signed = f"{address}/?signature={SECRET}"
+        bucket = ObjectStore(open=lambda: HTTPStore.from_url(signed, **client_options(endpoint=address)), prefix="")
+        monkeypatch.setattr(type(SCHEMES["az"]), "object_store", lambda *_: bucket)
+        monkeypatch.setattr(Location, "find_object", lambda *_: StoredObject(size=1, tag="changed", stamp="changed"))
+
+        def make(**options: Any) -> ObjectSource:
+            listed = {"key": StoredObject(size=len(CONTENT), tag="tag", stamp="tag")}
+            return ObjectSource(Location(url="az://cells/a.zarr"), listed, zl.FetchOptions(**options))
+
+        yield make
+
+
+SPANS = [Span(key="key", start=start, stop=start + 1000) for start in range(0, 64_000, 1000)]
+
+
+def read(source: ObjectSource, spans: list[Span] = SPANS) -> list[bytes]:
+    import asyncio
+
+    return asyncio.run(source.read(spans))
+
+
+@pytest.mark.parametrize("fault", ["", "500", "503", "429", "408", "drop", "short", "whole"])
+def test_a_passing_fault(source: Any, faults: list[str], fault: str) -> None:
+    reader = source(deadline_s=NEVER_S)
+    faults += [fault] * 2 if fault else []
+    assert b"".join(read(reader)) == CONTENT[:64_000]
+    assert reader.retries == len(fault and "22")
+    assert not faults
+
+
+LASTING: dict[str, tuple[str, type[StoreError], str]] = {
+    "403": ("403", AccessDeniedError, r"was denied.*403.*account_key"),
+    "401": ("401", AccessDeniedError, r"was denied.*401.*account_key"),
+    "404": ("404", MissingObjectError, "the object does not exist"),
+    "400": ("400", ReadError, "A retry would not help"),
+    "range ignored": ("whole", ReadError, "Does a proxy drop the Range header"),
+    "short": ("short", StoreError, "999 of 1000 bytes|has changed"),
+    "beyond the end": ("416", StoreError, "416|has changed"),
+    "changed": ("changed", StoreChangedError, "the object has changed"),
+    "stall": ("stall", DeadlineError, r"deadline_s=0\.6"),
+    "503": ("503", DeadlineError, r"deadline_s=0\.6.*503"),
+}
+
+
+@pytest.mark.parametrize(("fault", "error", "says"), LASTING.values(), ids=LASTING)
+def test_a_lasting_fault(source: Any, faults: list[str], fault: str, error: type[StoreError], says: str) -> None:
+    reader = source(deadline_s=0.6 if error is DeadlineError else NEVER_S)
+    faults += [fault] * 999
+    with pytest.raises(error, match=says) as caught:
+        read(reader, SPANS[:3])
+    assert "az://cells/a.zarr: reading key bytes" in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def test_an_object_that_shrank_is_truncated(source: Any, faults: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    same = StoredObject(size=len(CONTENT), tag="tag", stamp="tag")
+    monkeypatch.setattr(Location, "find_object", lambda *_: same)
+    faults += ["short"] * 999
+    with pytest.raises(TruncatedObjectError, match="999 of 1000 bytes"):
+        read(source(deadline_s=NEVER_S), SPANS[:1])
+
+
+def test_credentials_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DefaultAzureCredential finds nothing: an error at once, and not after the deadline."""
+    from azure.core.exceptions import ClientAuthenticationError
+    from obstore.store import AzureStore
+
+    def nothing() -> Any:
+        raise ClientAuthenticationError("found no credentials")
+
+    options = client_options(endpoint="http://127.0.0.1:9")
+    store = AzureStore("cells", account_name="a", endpoint="http://127.0.0.1:9", credential_provider=nothing, **options)
+    location = Location(url="az://cells/a.zarr")
+    reader = ObstoreReader(location, ObjectStore(open=lambda: store, prefix=""))
+    monkeypatch.setattr("zloader.reading.object_source._reader", lambda _: reader)
+    source = ObjectSource(location, {}, zl.FetchOptions(deadline_s=NEVER_S))
+    with pytest.raises(AccessDeniedError, match="found no credentials"):
+        read(source, SPANS[:1])

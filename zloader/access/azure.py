@@ -1,0 +1,154 @@
+"""az:// and abfs:// URLs: Azure Blob Storage, found with adlfs and read with obstore.
+
+adlfs resolves account and credentials once, from `storage_options`, the AZURE_STORAGE_* variables, or else by
+DefaultAzureCredential of azure-identity, and obstore receives the result. So the two clients always agree.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from zloader.access.address import Address
+from zloader.access.forks import claim_process
+from zloader.access.object_stores import ObjectStore, client_options, libraries
+from zloader.access.read_only import ReadOnly
+from zloader.access.storage_options import parameters, require_known
+from zloader.common.errors import OptionError
+
+_ACCOUNT = re.compile(r"[^@:/]+@(?P<account>[a-z0-9-]+)\.(?:dfs|blob)\.(?P<domain>[a-z0-9.-]+)", re.IGNORECASE)
+_needed = functools.partial(libraries, "az", "adlfs and obstore", "azure")
+
+
+def require_account(authority: str, shown: str) -> None:
+    """Raises OptionError unless what precedes the path is CONTAINER or CONTAINER@ACCOUNT.dfs.core.windows.net."""
+    if "@" in authority and not _ACCOUNT.fullmatch(authority):
+        raise OptionError(
+            f"cannot open {shown!r}: write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY, and pass credentials in "
+            "storage_options"
+        )
+
+
+def azure_files(location: Address, *, asynchronous: bool) -> Any:
+    """adlfs's file system for the account of a location, without a listings cache."""
+    given = dict(location.storage_options)
+    if given.get("credential") is not None:
+        raise OptionError(
+            "storage_options for az:// cannot contain a credential: leave it out, so that DefaultAzureCredential finds "
+            "one, or pass client_id, client_secret and tenant_id"
+        )
+    files = _read_only_class()
+    require_known(given, "az", parameters(files.__mro__[2].__init__) - {"credential", "loop", "request_session"})
+    options = {"use_listings_cache": False, **_account(location.url), **given}
+    for name, value in _account(location.url).items():
+        if options[name] != value:
+            raise OptionError(f"{location.url} names another account than {name} in storage_options: give it once")
+    return files(asynchronous=asynchronous, **options)
+
+
+def _account(url: str) -> dict[str, str]:
+    """The options that a URL itself contains."""
+    found = _ACCOUNT.fullmatch(url.partition("://")[2].partition("/")[0])
+    if not found:
+        return {}
+    return {"account_name": found["account"], "account_host": f"{found['account']}.blob.{found['domain']}"}
+
+
+def azure_store(location: Address) -> ObjectStore:
+    """The container of a location, for obstore."""
+    container, _, prefix = location.path.partition("/")
+    return ObjectStore(open=functools.partial(_store, location, container), prefix=prefix)
+
+
+def azure_zarr_store(location: Address) -> Any:
+    """A read-only zarr store at a location."""
+    from zarr.storage import ObjectStore as ZarrStore
+
+    claim_process("obstore")
+    container, _, prefix = location.path.partition("/")
+    return ZarrStore(_store(location, container, prefix=prefix or None, retries=True), read_only=True)
+
+
+def _store(location: Address, container: str, *, prefix: str | None = None, retries: bool = False) -> Any:
+    with location.translated("open"), _needed():
+        from obstore.store import AzureStore
+
+        access = _access(location.filesystem())
+        options = client_options(endpoint=access.get("endpoint") or "", retries=retries)
+        return AzureStore(container, prefix=prefix, **access, **options)
+
+
+def _access(files: Any) -> dict[str, Any]:
+    """Account and credentials as adlfs has resolved them, as keywords of obstore's AzureStore."""
+    if files.connection_string:
+        return _of_connection_string(files.connection_string)
+    access: dict[str, Any] = {"account_name": files.account_name, "endpoint": files.account_url}
+    if files.sync_credential is not None:
+        from obstore.auth.azure import AzureCredentialProvider
+
+        return access | {"credential_provider": AzureCredentialProvider(files.sync_credential)}
+    return access | _signed_with(files.account_key, files.sas_token)
+
+
+def _of_connection_string(text: str) -> dict[str, Any]:
+    from azure.core.utils import parse_connection_string
+
+    parts: Mapping[str, str] = parse_connection_string(text)  # its names are in lower case
+    account = parts.get("accountname")
+    protocol, suffix = parts.get("defaultendpointsprotocol", "https"), parts.get("endpointsuffix", "core.windows.net")
+    endpoint = (parts.get("blobendpoint") or f"{protocol}://{account}.blob.{suffix}").rstrip("/")
+    host = re.sub("^https?://", "", endpoint)
+    account = account or (host.rpartition("/")[2] if "/" in host else host.partition(".")[0])
+    access = {"account_name": account, "endpoint": endpoint}
+    return access | _signed_with(parts.get("accountkey"), parts.get("sharedaccesssignature"))
+
+
+def _signed_with(key: str | None, sas: str | None) -> dict[str, Any]:
+    if key:
+        return {"account_key": key, "credential_type": "access_key"}
+    return {"sas_key": sas.lstrip("?"), "credential_type": "sas_token"} if sas else {"skip_signature": True}
+
+
+def azure_errors() -> tuple[type[Exception], ...]:
+    """The exceptions of Azure's and obstore's clients. Raises OptionError if they are not installed."""
+    with _needed():
+        from azure.core.exceptions import AzureError
+        from obstore.exceptions import BaseError
+    return AzureError, BaseError
+
+
+def is_denial(error: BaseException) -> bool:
+    """Whether credentials are missing or not sufficient."""
+    from azure.core.exceptions import ClientAuthenticationError
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    denied = ClientAuthenticationError | PermissionDeniedError | UnauthenticatedError
+    return isinstance(error, denied) or getattr(error, "status_code", None) in (401, 403)
+
+
+@functools.cache
+def _read_only_class() -> Any:
+    with _needed():
+        import obstore  # noqa: F401 - both are needed to read
+        from adlfs import AzureBlobFileSystem
+
+    class AzureFiles(ReadOnly, AzureBlobFileSystem):  # type: ignore[misc]
+        """Blobs below az:// URLs."""
+
+        def do_connect(self) -> None:
+            super().do_connect()
+            # Azure's client would take a minute per request if nothing answers: it retries after 16, 18 and 24 s.
+            for policy in self.service_client._pipeline._impl_policies:
+                if hasattr(policy, "initial_backoff"):
+                    policy.total_retries, policy.initial_backoff, policy.increment_base = 2, 0.5, 2
+                    policy.random_jitter_range = 0.25
+
+        async def _find(self, path: str, withdirs: bool = False, prefix: str = "", **options: Any) -> Any:
+            found = await super()._find(path, withdirs=withdirs, prefix=prefix, **options)
+            if isinstance(found, list) and options.get("detail"):  # adlfs returns no entry of a single blob
+                return {name: await self._info(name) for name in found}
+            return found
+
+    return AzureFiles
