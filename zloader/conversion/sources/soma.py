@@ -19,7 +19,8 @@ from zloader.conversion.sources.row_source import RowInput
 from zloader.conversion.sources.soma_rows import NEEDS, SomaRows
 from zloader.conversion.sources.source_format import Place, SourceFormat, library, s3_access
 
-_BUFFER_BYTES = 32 * MiB  # per column; the library takes 1 GiB
+_BUFFER_BYTES = 16 * MiB  # per column; the library takes 1 GiB
+_TILES_BYTES = 256 * MiB  # of decompressed tiles; the library takes 10 GiB
 
 
 @dataclass(frozen=True)
@@ -96,4 +97,4 @@ def _config(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     names = {"access_key_id": "aws_access_key_id", "secret_access_key": "aws_secret_access_key"}
     names |= {"session_token": "aws_session_token", "skip_signature": "no_sign_request"}
     s3 = {f"vfs.s3.{names.get(name, name)}": value for name, value in given.items()}
-    return s3 | {"soma.init_buffer_bytes": _BUFFER_BYTES}
+    return s3 | {"soma.init_buffer_bytes": _BUFFER_BYTES, "sm.mem.total_budget": _TILES_BYTES}
