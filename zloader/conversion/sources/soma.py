@@ -58,9 +58,13 @@ class Soma(SourceFormat):
             with reading(name, "cannot be opened as a SOMA experiment", needs=NEEDS):
                 context = soma.SOMATileDBContext(tiledb_config=_config(storage_options))
                 experiment = opened.enter_context(soma.Experiment.open(uri, context=context))
-            measurement = _one(experiment.ms, self.measurement, "measurement", f"{name}: ms")
-            layer = _one(experiment.ms[measurement].X, self.layer, "layer", f"{name}: ms/{measurement}/X")
-            source = SomaRows(experiment, name, self.where, (measurement, layer))
+                measurements = experiment.ms
+            measurement = _one(measurements, self.measurement, "measurement", f"{name}: ms")
+            with reading(f"{name}: ms/{measurement}", needs=NEEDS):
+                arrays = experiment.ms[measurement].X
+            layer = _one(arrays, self.layer, "layer", f"{name}: ms/{measurement}/X")
+            with reading(name, needs=NEEDS):
+                source = SomaRows(experiment, name, self.where, (measurement, layer))
             source.fingerprint = digest_of(objects, self.where, measurement, layer) if objects else None
             source.close = opened.pop_all().close  # type: ignore[method-assign]
         return RowInput(source, name, label, objects=objects)

@@ -21,7 +21,7 @@ from zloader.common.records import Rows
 from zloader.conversion.sources.arrow import ArrowObs
 from zloader.conversion.sources.nodes import reading
 
-NEEDS = "a newer tiledbsoma"
+NEEDS = "it needs a newer tiledbsoma"
 _JOINID = "soma_joinid"
 _NO_NAMES = "__joinid"  # stands for the joinids as names of cells
 _NAMES = ("obs_id", "var_id", "feature_id")  # what AnnData writes, and the Census
