@@ -97,7 +97,7 @@ def assert_is_adata(store: Path, wanted: ad.AnnData = ADATA) -> None:
 @pytest.mark.parametrize("rows", [100, 7])
 @pytest.mark.parametrize("how", [{}, {"marker": False}, {"names": ("gene_token_id", "gene_expression")}])
 def test_the_same_cells_written_both_ways_are_equal(tmp_path, monkeypatch, rows, how):
-    monkeypatch.setattr(list_rows, "MOST_BYTES", 16 * 1000)
+    monkeypatch.setattr(list_rows, "MOST_BYTES", 64 * 1000)
     write(tmp_path, rows=rows, **how)
     report = zl.convert(source(tmp_path), tmp_path / "a.zarr", options=SMALL, progress=False)
     zl.convert(ADATA, tmp_path / "b.zarr", options=SMALL, progress=False)
@@ -263,12 +263,45 @@ def test_wrong_rows(tmp_path, row, column, change, words):
         ({"gene_id": "gene_symbol"}, "no column 'gene_symbol' of integers"),
         ({"gene_id": "id"}, "no column 'id' of integers"),
         ({"obs_names": "cell"}, "no column 'cell' with names of cells"),
+        ({"obs_names": "genes"}, "no column 'genes' with names of cells"),
+        ({"obs_names": "pubchem_cid"}, "'pubchem_cid' has no name for cell 0"),
     ],
 )
 def test_wrong_options(tmp_path, options, words):
-    write(tmp_path)
+    write(tmp_path, marker=False)
     with pytest.raises(SourceError, match=words):
         zl.convert(source(tmp_path, **options), tmp_path / "a.zarr", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lists": "genes"}, "lists must be two names"),
+        ({"lists": ("genes", "genes")}, "lists must be two names"),
+        ({"url": []}, "the list of Parquet files is empty"),
+    ],
+)
+def test_impossible_options(options, words):
+    with pytest.raises(OptionError, match=words):
+        zl.Parquet(**{"url": "cells.parquet"} | options)
+
+
+@pytest.mark.parametrize("kind", ["large", "half", "small"])
+def test_other_types_of_lists(tmp_path, kind):
+    lists, genes, values = {
+        "large": (pa.large_list, pa.int32(), pa.int16()),
+        "half": (pa.list_, pa.uint64(), pa.float16()),
+        "small": (pa.list_, pa.uint8(), pa.uint8()),
+    }[kind]
+    rows = [np.array([1, 2]), np.array([]), np.array([3, 4])]  # the second gene of the last cell twice
+    made = {"genes": [[3, 4], [], [4, 4]], "expressions": [row.astype(values.to_pandas_dtype()) for row in rows]}
+    types = {"genes": lists(genes), "expressions": lists(values)}
+    pq.write_table(pa.table({name: pa.array(made[name], types[name]) for name in made}), tmp_path / "cells.parquet")
+    pq.write_table(pa.table({"token_id": [3, 4], "name": ["A", "B"]}), tmp_path / "genes.parquet")
+    given = zl.Parquet(tmp_path / "cells.parquet", gene_metadata=tmp_path / "genes.parquet")
+    report = zl.convert(given, tmp_path / "a.zarr", progress=False)
+    assert read(tmp_path / "a.zarr").X.toarray().tolist() == [[1, 2], [0, 0], [0, 7]]
+    assert report.rows_made_canonical == {"X": 1}
 
 
 def test_wrong_genes(tmp_path):

@@ -202,6 +202,12 @@ def test_wrong_experiments(tmp_path, experiment, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError, match="cannot be opened as a SOMA experiment"):
         zl.convert(zl.Soma(tmp_path / "empty"), tmp_path / "a.zarr", progress=False)
+    for part in ("ms", "ms/RNA/X", "ms/RNA/X/raw", "ms/RNA/var", "obs"):
+        broken = tmp_path / part.replace("/", "-")
+        shutil.copytree(experiment, broken)
+        shutil.rmtree(broken / part)
+        with pytest.raises(SourceError, match=f"{broken.name}.*cannot be (read|opened)"):
+            zl.convert(zl.Soma(broken, layer="raw"), tmp_path / "a.zarr", progress=False)
     shutil.copytree(experiment, tmp_path / "damaged")
     for data in (tmp_path / "damaged" / "ms" / "RNA" / "X" / "raw").rglob("a0.tdb"):
         data.write_bytes(data.read_bytes()[:-100])

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from zloader.common.errors import SourceError, StoreError
@@ -33,7 +34,11 @@ class ArrowObs:
         if self._index is None:
             return pd.RangeIndex(self._n_rows).astype(str)
         name = None if self._index.startswith("__") else self._index  # as pandas calls an index without a name
-        return pd.Index(self._read(self._index)[0].to_pandas().astype(str).to_numpy(object), name=name)
+        column = self._read(self._index)[0]
+        if column.null_count:
+            row = int(np.argmax(column.is_null().to_numpy()))
+            raise SourceError(f"column {self._index!r} has no name for cell {row}: take another one, or numbers")
+        return pd.Index(column.to_pandas().astype(str).to_numpy(object), name=name)
 
     def __getitem__(self, name: str) -> pd.Series:
         return _series(*self._read(name), name)

@@ -1,8 +1,8 @@
 """Rows of Parquet files whose genes and values are in two columns of lists.
 
-Files are read in order, and each row group is decoded once per pass, in batches of about 16 MiB. The lists of Arrow are
-the arrays of a CSR matrix already. Only the ids of genes become positions, with one look-up per value. The other
-columns are copied to a temporary file first, by the row group, because obs is read one column at a time.
+Files are read in order, and each row group is decoded once per pass, in batches that take about 16 MiB. The lists of
+Arrow are the arrays of a CSR matrix already. Only the ids of genes become positions, with one look-up per value. The
+other columns are copied to a temporary file first, by the row group, because obs is read one column at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from zloader.conversion.sources.parquet_file import NEEDS, ListFile, opened
 from zloader.conversion.sources.row_source import MOST_BYTES, csr_of
 
 _MARKER = (1, -2)  # the gene and the value that begin each row of Tahoe-100M
+_VALUE_BYTES = 64  # of a value while Arrow decodes it, measured
 
 
 class ListRows:
@@ -86,7 +87,7 @@ class ListRows:
         ends = np.cumsum(file.groups)
         group = int(np.searchsorted(ends, skipped, side="right"))
         row = int(ends[group - 1]) if group else 0
-        rows = max(1, MOST_BYTES * file.n_rows // max(1, 16 * file.n_values))
+        rows = max(1, MOST_BYTES * file.n_rows // max(1, _VALUE_BYTES * file.n_values))
         with opened(file.place, BlockCache()) as source:
             batches = source.iter_batches(rows, row_groups=range(group, len(ends)), columns=list(self._lists))
             while True:

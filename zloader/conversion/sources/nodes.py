@@ -107,7 +107,7 @@ def reading(
     doing: str = "cannot be read",
     damaged: Callable[[], str | None] = lambda: None,
     *,
-    needs: str = 'a newer anndata or an HDF5 filter: pip install "zloader[hdf5]"',
+    needs: str = 'it needs a newer anndata or an HDF5 filter: pip install "zloader[hdf5]"',
 ) -> Iterator[None]:
     """Turns any exception that a library raises for a damaged source into a SourceError.
 
@@ -124,8 +124,7 @@ def reading(
         key = damaged()
         where = "" if key is None else f", in {key}"
         raise SourceError(
-            f"{at} {doing}{where} ({type(error).__name__}: {error}): the source is damaged or incomplete, or it needs "
-            + needs
+            f"{at} {doing}{where} ({type(error).__name__}: {error}): the source is damaged or incomplete, or " + needs
         ) from error
 
 

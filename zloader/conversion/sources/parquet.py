@@ -64,8 +64,12 @@ class Parquet(SourceFormat):
     obs_names: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.lists is not None and (isinstance(self.lists, str) or len(self.lists) != 2):
+        if self.lists is not None and (
+            isinstance(self.lists, str) or len(self.lists) != 2 or len(set(self.lists)) != 2
+        ):
             raise OptionError(f"lists must be two names of columns, such as {_LISTS[0]}, not {self.lists!r}")
+        if not isinstance(self.url, (str, os.PathLike)) and not self.url:
+            raise OptionError("the list of Parquet files is empty: pass at least one")
 
     def open(self, storage_options: Mapping[str, Any]) -> Input:
         library("pyarrow.parquet", source=str(self.url), extra="parquet")
@@ -115,7 +119,7 @@ def _list_columns(file: ListFile, given: tuple[str, str] | None) -> tuple[str, s
 
 
 def _index_column(file: ListFile, given: str | None) -> str | None:
-    if given is not None and given not in file.types:
+    if given is not None and (given not in file.types or file.list_kind(given)):
         raise SourceError(f"{file.place.name} has no column {given!r} with names of cells: it has {listed(file.types)}")
     return given or (_PANDAS_INDEX if _PANDAS_INDEX in file.types else None)
 

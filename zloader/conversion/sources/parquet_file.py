@@ -14,7 +14,7 @@ from zloader.common.records import Rows
 from zloader.conversion.sources.locations import BlockCache, SourceLocation
 from zloader.conversion.sources.nodes import reading
 
-NEEDS = "a newer pyarrow"
+NEEDS = "it needs a newer pyarrow"
 
 
 def opened(place: SourceLocation, cache: BlockCache) -> Any:

@@ -23,6 +23,7 @@ from zloader.conversion.sources.windows import SourceMatrix, Window, canonical, 
 MOST_BYTES = 16 << 20  # of a window, as of other sources
 _FIRST_ROWS = 256  # of the window that tells how long rows are
 _ROW_BYTES = 64  # at least, so that empty rows do not make endless windows
+_NEEDS = "it needs a newer version of the library that reads it"
 _CHANGED = "it has changed since, or does not return the same at every call"
 
 
@@ -196,7 +197,7 @@ class RowInput(Input):
     def _first(self) -> Any:
         """The first block, which has the dtypes of all."""
         if self._block is None:
-            with reading(self.name):
+            with reading(self.name, needs=_NEEDS):
                 first = next(self._source.blocks(0), None) if self.n_rows else None
             self._block = scipy.sparse.csr_matrix((0, self.n_genes), dtype=np.float32) if first is None else first[:0]
         return self._block
@@ -253,7 +254,7 @@ class _RowMatrix(SourceMatrix):
         """The blocks of the source. Raises SourceError for whatever its reading raises."""
         blocks = self._source.blocks(first_row)
         while True:
-            with reading(self._at):
+            with reading(self._at, needs=_NEEDS):
                 block = next(blocks, None)
             if block is None:
                 return

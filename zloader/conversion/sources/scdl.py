@@ -30,7 +30,7 @@ _ARRAYS = {"ROWPTR": "row_ptr.npy", "COLPTR": "col_ptr.npy", "DATA": "data.npy"}
 _VAR, _OBS = "var_features", "obs_features"
 _OBS_NAMES = "obs_feature_id"  # the only column of obs if the AnnData had none
 _INDPTR_ROWS = 1 << 20
-_NEEDS = "a newer bionemo-scdl"
+_NEEDS = "it needs a newer bionemo-scdl"
 
 
 @dataclass(frozen=True)

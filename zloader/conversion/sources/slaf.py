@@ -27,7 +27,7 @@ from zloader.conversion.sources.source_format import Place, SourceFormat, librar
 _OWN = {"cell_id", "cell_integer_id", "cell_start_index", "gene_id", "gene_integer_id", "gene_start_index"}
 _COLUMNS = ("cell_integer_id", "gene_integer_id", "value")
 _VALUE_BYTES = 16
-_NEEDS = "a newer pylance"
+_NEEDS = "it needs a newer pylance"
 
 
 @dataclass(frozen=True)

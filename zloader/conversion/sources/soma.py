@@ -19,7 +19,8 @@ from zloader.conversion.sources.row_source import RowInput
 from zloader.conversion.sources.soma_rows import NEEDS, SomaRows
 from zloader.conversion.sources.source_format import Place, SourceFormat, library, s3_access
 
-_BUFFER_BYTES = 32 * MiB  # per column; the library takes 1 GiB
+_BUFFER_BYTES = 16 * MiB  # per column; the library takes 1 GiB
+_TILES_BYTES = 256 * MiB  # of decompressed tiles; the library takes 10 GiB
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,13 @@ class Soma(SourceFormat):
             with reading(name, "cannot be opened as a SOMA experiment", needs=NEEDS):
                 context = soma.SOMATileDBContext(tiledb_config=_config(storage_options))
                 experiment = opened.enter_context(soma.Experiment.open(uri, context=context))
-            measurement = _one(experiment.ms, self.measurement, "measurement", f"{name}: ms")
-            layer = _one(experiment.ms[measurement].X, self.layer, "layer", f"{name}: ms/{measurement}/X")
-            source = SomaRows(experiment, name, self.where, (measurement, layer))
+                measurements = experiment.ms
+            measurement = _one(measurements, self.measurement, "measurement", f"{name}: ms")
+            with reading(f"{name}: ms/{measurement}", needs=NEEDS):
+                arrays = experiment.ms[measurement].X
+            layer = _one(arrays, self.layer, "layer", f"{name}: ms/{measurement}/X")
+            with reading(name, needs=NEEDS):
+                source = SomaRows(experiment, name, self.where, (measurement, layer))
             source.fingerprint = digest_of(objects, self.where, measurement, layer) if objects else None
             source.close = opened.pop_all().close  # type: ignore[method-assign]
         return RowInput(source, name, label, objects=objects)
@@ -96,4 +101,4 @@ def _config(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     names = {"access_key_id": "aws_access_key_id", "secret_access_key": "aws_secret_access_key"}
     names |= {"session_token": "aws_session_token", "skip_signature": "no_sign_request"}
     s3 = {f"vfs.s3.{names.get(name, name)}": value for name, value in given.items()}
-    return s3 | {"soma.init_buffer_bytes": _BUFFER_BYTES}
+    return s3 | {"soma.init_buffer_bytes": _BUFFER_BYTES, "sm.mem.total_budget": _TILES_BYTES}

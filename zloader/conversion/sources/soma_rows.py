@@ -1,8 +1,7 @@
 """The rows of a TileDB-SOMA experiment, read in one pass by joinid.
 
-X is read in blocks of rows that end where a tile of the array ends, each once per pass: blocks that cut tiles take five
-times as long. A filter leaves gaps between joinids. Where they are small, whole stretches are read and the others
-dropped.
+X is read by the tile of rows of the array, each once per pass: blocks that cut tiles take five times as long. A filter
+leaves gaps between joinids. Where they are small, whole stretches are read and the others dropped.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse
+from numpy.typing import NDArray
 
 from zloader.common.errors import SourceError
 from zloader.common.messages import listed
@@ -21,10 +21,11 @@ from zloader.common.records import Rows
 from zloader.conversion.sources.arrow import ArrowObs
 from zloader.conversion.sources.nodes import reading
 
-NEEDS = "a newer tiledbsoma"
+NEEDS = "it needs a newer tiledbsoma"
 _JOINID = "soma_joinid"
 _NO_NAMES = "__joinid"  # stands for the joinids as names of cells
 _NAMES = ("obs_id", "var_id", "feature_id")  # what AnnData writes, and the Census
+_COLUMNS = ("soma_dim_0", "soma_dim_1", "soma_data")
 _VALUE_BYTES = 40  # of a value with its two joinids, while it becomes CSR
 _BLOCK_BYTES = 192 * MiB
 
@@ -44,17 +45,17 @@ class SomaRows:
         self.obs = ArrowObs(lambda column: (self._read(column), False), columns, n_rows=self.n_obs, index=index)
         with reading(f"{name}: ms/{names[0]}", needs=NEEDS):
             var = measurement.var.read().concat().to_pandas().sort_values(_JOINID)
-            n_values = int(self._x.nnz)
+            n_values, self._kind = int(self._x.nnz), self._x.schema.field("soma_data").type.to_pandas_dtype()
             tile = int(json.loads(self._x.schema_config_options().dims)["soma_dim_0"]["tile"])
             n_all = experiment.obs.count
         self.n_values = n_values if where is None else None
-        self._genes = np.full(int(var[_JOINID].max()) + 1 if len(var) else 0, -1, np.int32)
+        self._genes = np.full(int(var[_JOINID].max()) + 2 if len(var) else 1, -1, np.int32)  # the last is for others
         self._genes[var[_JOINID]] = np.arange(len(var), dtype=np.int32)
         named = next((column for column in _NAMES if column in var), None)
         self.var = var.set_index(var[_JOINID].astype(str).rename(None)) if named is None else var.set_index(named)
-        rows = max(1, int(_BLOCK_BYTES / max(1, _VALUE_BYTES * n_values / max(1, n_all))))
-        self._tile = min(tile, rows)
-        self._block_rows = min(rows - rows % self._tile, 4 * tile)
+        self._tile = tile
+        while self._tile > 1 and self._tile * _VALUE_BYTES * n_values > _BLOCK_BYTES * max(1, n_all):
+            self._tile //= 2
 
     def _selected(self) -> Rows:
         """The joinids of the cells, ascending. Raises SourceError if the filter is wrong, or selects no cell."""
@@ -85,7 +86,7 @@ class SomaRows:
     def blocks(self, first_row: int) -> Iterator[Any]:
         """See BlockSource."""
         while first_row < self.n_obs:
-            stop = min(first_row + self._block_rows, self.n_obs)
+            stop = min(first_row + self._tile, self.n_obs)
             if stop < self.n_obs:
                 cut = self._joinids[stop] // self._tile * self._tile
                 at_tile = int(np.searchsorted(self._joinids, cut))
@@ -101,24 +102,24 @@ class SomaRows:
         first, last = int(joinids[0]), int(joinids[-1])
         at = f"{self._name}: X at {_JOINID} {first} to {last}"
         coordinates = slice(first, last) if last - first < 2 * len(joinids) else joinids
+        parts: list[tuple[NDArray[Any], ...]] = [tuple(np.empty(0, kind) for kind in (np.int32, np.int32, self._kind))]
         with reading(at, needs=NEEDS):
-            tables = list(self._x.read((coordinates,)).tables())
-        cells, genes, values = (
-            np.concatenate([table.column(name).to_numpy() for table in tables] or [np.empty(0, self._dtype(name))])
-            for name in ("soma_dim_0", "soma_dim_1", "soma_data")
-        )
+            for table in self._x.read((coordinates,)).tables():
+                parts += [self._placed(joinids, *(table.column(name).to_numpy() for name in _COLUMNS))]
+        rows, genes, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return scipy.sparse.coo_matrix((values, (rows, genes)), (len(joinids), len(self.var))).tocsr()
+
+    def _placed(self, joinids: Rows, cells: Rows, genes: Rows, values: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+        """The rows, the positions in var and the values of those values that are of these cells."""
         rows = np.searchsorted(joinids, cells).astype(np.int32)
-        if last - first >= len(joinids):
+        if joinids[-1] - joinids[0] >= len(joinids):
             kept = joinids[np.minimum(rows, len(joinids) - 1)] == cells
             rows, genes, values, cells = rows[kept], genes[kept], values[kept], cells[kept]
-        positions = self._genes[genes] if not len(genes) or genes.max() < len(self._genes) else np.full(1, -1)
+        positions = self._genes[np.minimum(genes, len(self._genes) - 1)]
         if len(genes) and positions.min() < 0:
-            unknown = int(np.argmax(~np.isin(genes, np.flatnonzero(self._genes >= 0))))
+            unknown = int(np.argmin(positions))
             raise SourceError(
-                f"{at}: cell {cells[unknown]} has a value for gene {genes[unknown]}, but var has no gene with this "
-                f"{_JOINID}"
+                f"{self._name}: cell {cells[unknown]} has a value for gene {genes[unknown]}, but var has no gene with "
+                f"this {_JOINID}"
             )
-        return scipy.sparse.coo_matrix((values, (rows, positions)), (len(joinids), len(self.var))).tocsr()
-
-    def _dtype(self, column: str) -> Any:
-        return self._x.schema.field(column).type.to_pandas_dtype()
+        return rows, positions, values
