@@ -103,7 +103,7 @@ def hub_files(location: Address) -> Any:
 
             return concurrently(read, list(zip(paths, starts, ends, strict=True)))
 
-    return HubFiles(**location.storage_options, skip_instance_cache=True)
+    return HubFiles(**{**location.storage_options, "skip_instance_cache": True})
 
 
 def hub_zarr_store(location: Address) -> Any:
