@@ -87,6 +87,14 @@ def test_resumes_only_with_a_fingerprint(tmp_path):
         zl.convert(Rows(), tmp_path / "own.zarr", resume=True, progress=False)
 
 
+@pytest.mark.parametrize("given", [{}, {"n_values": ADATA.X.nnz + 1000}])
+def test_shuffled_with_or_without_a_number_of_values(tmp_path, given):
+    shuffled = zl.ConvertOptions(shuffle_seed=1)
+    zl.convert(Rows(**given), tmp_path / "own.zarr", options=shuffled, progress=False)
+    found = ad.read_zarr(tmp_path / "own.zarr")
+    np.testing.assert_array_equal(found.X.toarray(), ADATA.X[found.obs["source_row"].to_numpy()].toarray())
+
+
 def test_no_rows(tmp_path):
     zl.convert(Rows(ADATA[:0].copy()), tmp_path / "own.zarr", progress=False)
     assert zl.open_dataset(tmp_path / "own.zarr").n_obs == 0

@@ -165,6 +165,9 @@ def test_wrong_directories(tmp_path, atlas, monkeypatch):
         (atlas / "config.json").write_text(text)
         with pytest.raises(SourceError, match=r"atlas\.slaf cannot be opened as SLAF"):
             zl.convert(atlas, tmp_path / "a.zarr", progress=False)
+    (atlas / "config.json").write_text(json.dumps(config | {"tables": {**config["tables"], "cells": "../cells.lance"}}))
+    with pytest.raises(SourceError, match="names tables in other places"):
+        zl.convert(atlas, tmp_path / "a.zarr", progress=False)
     write(atlas)
     for data in (atlas / "expression.lance" / "data").iterdir():
         data.write_bytes(data.read_bytes()[:-50])

@@ -46,6 +46,8 @@ class Slaf(SourceFormat):
         with reading(place.name, "cannot be opened as SLAF", needs=_NEEDS):
             config = json.loads(place.filesystem.cat_file(f"{place.path}/config.json"))
             tables = [config["tables"][name] for name in ("cells", "genes", "expression")]
+            if any("/" in table or table.startswith(".") for table in tables):
+                raise SourceError(f"{place.name}: config.json names tables in other places: {listed(tables)}")
             uri = place.path if place.is_local else place.url.rstrip("/")
             options = _lance_options(storage_options)
             opened = [lance.dataset(f"{uri}/{table}", storage_options=options) for table in tables]

@@ -78,7 +78,11 @@ class SomaRows:
         column = _JOINID if column == _NO_NAMES else column
         with reading(f"{self._name}: obs/{column}", needs=NEEDS):
             wanted = list(dict.fromkeys([_JOINID, column]))
-            table = self._obs.read(column_names=wanted, value_filter=self._where).concat()
+            chosen = getattr(self, "_joinids", None) if self._where is not None else None  # filtered only once
+            if chosen is None:
+                table = self._obs.read(column_names=wanted, value_filter=self._where).concat()
+            else:
+                table = self._obs.read((chosen,), column_names=wanted).concat()
             joinids = table.column(_JOINID).to_numpy()
             in_order = (np.diff(joinids) > 0).all()
             return (table if in_order else table.take(np.argsort(joinids))).column(column)
