@@ -95,7 +95,7 @@ def hub_files(location: Address) -> Any:
         ) -> Any:
             def read(which: tuple[str, int, int]) -> Any:
                 try:
-                    return self.cat_file(*which)
+                    return self.cat_file(*which, cache_type="none")  # otherwise it would read ahead
                 except Exception as error:
                     if on_error == "raise":
                         raise

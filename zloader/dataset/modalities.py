@@ -77,19 +77,20 @@ class ModalElements(StoredElements):
     @cached_property
     def obs_columns(self) -> list[str]:
         """Names of the obs columns, in the order of the frame, and then those of the modalities."""
-        whole = self.columns("obs")
-        of_modalities = (f"{each}:{name}" for each in self.modalities for name in self.columns(f"mod/{each}/obs"))
-        return [*whole, *(name for name in of_modalities if name not in whole)]
+        return [*self.columns("obs"), *self._columns_of_modalities]
 
     def modality_of_column(self, name: str) -> tuple[str, str] | None:
         """The modality that an obs column belongs to, and its name there; None for a column of the whole."""
-        if not self.modalities or name in self.columns("obs"):
-            return None
+        return self._columns_of_modalities.get(name)
+
+    @cached_property
+    def _columns_of_modalities(self) -> dict[str, tuple[str, str]]:
+        """The modality and the name there of each obs column of a modality. A column of the whole goes before it."""
+        found: dict[str, tuple[str, str]] = {}
         for each in self.modalities:
-            column = name.removeprefix(f"{each}:")
-            if column != name and column in self.columns(f"mod/{each}/obs"):
-                return each, column
-        return None
+            for column in self.columns(f"mod/{each}/obs"):
+                found.setdefault(f"{each}:{column}", (each, column))
+        return {name: of for name, of in found.items() if name not in self.columns("obs")}
 
     def row_of(self, path: str) -> NDArray[np.integer] | None:
         """For each row of the whole, its row in the modality whose matrix is at a path, or -1.

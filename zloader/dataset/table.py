@@ -227,16 +227,16 @@ class Table:
         memory; FormatError if X or a layer cannot be read, and any ReadError.
         """
         chosen = self._rows_of_whole(positions_of(rows, self.n_obs, lambda: self.obs_names))
-        paths = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)]
-        paths += ["X"] if "X" in self.matrix_names else []
-        if self.matrices.modalities:
-            every = [f"{each}:X" for each in self.matrices.modalities]
-            paths = [*names_of(layers=layers), *(name for name in every if name in self.matrix_names)]
+        if self.modalities:
+            paths, x = names_of(layers=layers), [f"{each}:X" for each in self.modalities]
+        else:
+            paths, x = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)], ["X"]
+        paths = [*paths, *(name for name in x if name in self.matrix_names)]
         per_row = NAME_BYTES + self.observations.array_bytes() + sum(map(self.matrices.row_bytes, paths))
         require_memory(
             int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData ({self.url})", "take fewer, or use a Loader"
         )
-        if self.matrices.modalities:
+        if self.modalities:
             return as_mudata(self.matrices, self.observations, chosen, paths)
         matrices = {path: self.matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
         obs = self.observations.frame_of(chosen)

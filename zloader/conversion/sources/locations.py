@@ -220,10 +220,6 @@ def _translated(location: SourceLocation) -> Iterator[None]:
             reason = error.strerror if isinstance(error, PermissionError) and error.strerror else str(error)
             raise AccessDeniedError(f"not allowed to read {location.name}: {reason}{check}") from error
         reason = str(error).replace(location.url, location.name)
-        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):  # of Hugging Face
-            raise AccessDeniedError(
-                f"not allowed to read {location.name}: {reason}. Log in, or set HF_TOKEN"
-            ) from error
         raise ReadError(f"cannot read {location.name}: {type(error).__name__}: {reason}") from error
 
 
@@ -267,8 +263,7 @@ class BlockCache:
             with _translated(location):
                 paths = [location.path] * len(missing)
                 # Otherwise a file on Hugging Face would read 5 MiB ahead for each block.
-                plain = {"cache_type": "none"} if location.url.startswith("hf://") else {}
-                fetched = location.filesystem.cat_ranges(paths, starts, stops, on_error="raise", **plain)
+                fetched = location.filesystem.cat_ranges(paths, starts, stops, on_error="raise")
         for number, start, stop, block in zip(missing, starts, stops, fetched, strict=True):
             if len(block) != stop - start:
                 raise TruncatedObjectError(
