@@ -63,7 +63,7 @@ class StoredChunks(ArrayFile):
         return bounds_of(np.stack([offsets[chunks], sizes[chunks]]), len(self.content))
 
     def place(self, chunks: Rows, offsets: Rows | int, sizes: Rows | int) -> None:
-        self._set_places(chunks, self._begins[chunks // self.layout.chunks_per_shard] + offsets, sizes)
+        self._set_places(chunks, self._begins[self.layout.placement.object_of(chunks)] + offsets, sizes)
 
     def keep(
         self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]

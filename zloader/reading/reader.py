@@ -104,6 +104,7 @@ class ArrayReader:
 
     def needed(self, rows: Rows, starts: Rows, stops: Rows) -> Needed:
         """The elements `[start, stop)` of each of some rows, to be loaded."""
+        starts, stops = self._layout.placed(rows, starts, stops)
         chunks = self._planner.chunks(starts, stops)
         return Needed(reader=self, layout=self._layout, starts=starts, stops=stops, chunks=chunks)
 
@@ -165,10 +166,11 @@ class ArrayReader:
 
     async def _place(self, mirror: ArrayFile, chunks: Rows, turn: int) -> None:
         """Tells the mirror where the chunks are in their objects."""
-        per_shard = self._layout.chunks_per_shard
+        place = self._layout.placement
+        shards = place.object_of(chunks)
         for shard, index in (await self._indexes_of(chunks, turn)).items():
-            here = chunks[chunks // per_shard == shard]
-            stored, offsets, sizes = index.ranges(here % per_shard)
+            here = chunks[shards == shard]
+            stored, offsets, sizes = index.ranges(here - place.first_chunk(np.array(shard)))
             mirror.place(here[stored], offsets, sizes)
             mirror.place(here[~stored], 0, 0)
 

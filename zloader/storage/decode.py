@@ -120,7 +120,10 @@ class Decoder:
                 raise CorruptChunkError("its crc32c differs from the stored crc32c")
             stored = stored[:-4]
         if self._layout.cut:
-            whole = whole[: len(stored) // self._dtype.itemsize]
+            n_stored = len(stored) // self._dtype.itemsize
+            if self._layout.joined is not None:  # the end of a store is padded
+                whole[n_stored:] = 0
+            whole = whole[:n_stored]
         try:
             self._decompress(stored, whole)
         except BaseException as error:
@@ -293,7 +296,6 @@ def copy(
     below: int,
 ) -> NDArray[np.bool_]:
     """Like `decompress`, of chunks that are not compressed and hold `n_elements`, or if that is 0, any number.
-
     If `out` is narrower than the stored elements, `scratch` has their dtype and room for a chunk; otherwise it is
     empty.
     """

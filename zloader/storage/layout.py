@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
 from zloader.common.records import Rows, Span
+from zloader.storage.joined import StoreStarts
 from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement, ZarrPlacement
 
 
@@ -45,6 +46,8 @@ class ArrayLayout:
     cut: bool = False
     # Every element must be in range(below); None means no bound. Gene indices are checked because they index memory.
     below: int | None = None
+    # Where the stores of a joined array begin in it. Without, it is one array, whose elements follow one another.
+    joined: StoreStarts | None = None
 
     @classmethod
     def plain(
@@ -80,7 +83,7 @@ class ArrayLayout:
     @property
     def n_shards(self) -> int:
         """Number of shards, which are stored objects."""
-        return -(-self.n_chunks // self.chunks_per_shard)
+        return self.placement.n_objects(self.n_chunks)
 
     def chunk_bytes(self, object_sizes: Mapping[str, int]) -> float:
         """Average stored bytes per chunk, estimated from the first 16 objects; 0 if there are no objects."""
@@ -100,6 +103,10 @@ class ArrayLayout:
         """The first element of each chunk, and the element after its last."""
         first = chunks * self.chunk_elements
         return first, np.minimum(first + self.chunk_elements, self.n_elements)
+
+    def placed(self, rows: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
+        """The elements `[start, stop)` of each of some rows, as MatrixLayout numbers them, as this array does."""
+        return (starts, stops) if self.joined is None else self.joined.placed(rows, starts, stops)
 
     def check_bounds(self, elements: NDArray[Any]) -> None:
         """Raises CorruptChunkError if an element is outside `range(below)`."""
@@ -196,16 +203,17 @@ def chunks_of(starts: Rows, stops: Rows, chunk_elements: int) -> Rows:
 
 def align_to_runs(layout: ArrayLayout, chunks: Rows, run: int) -> Rows:
     """`chunks` extended to whole runs: each run of `run` chunks of an object is included entirely or not at all."""
-    within = chunks % layout.chunks_per_shard
+    place = layout.placement
+    within = chunks - place.first_chunk(place.object_of(chunks))
     begins = distinct(chunks - within % run)
-    ends = np.minimum(begins + run, (begins // layout.chunks_per_shard + 1) * layout.chunks_per_shard)
+    ends = np.minimum(begins + run, place.first_chunk(place.object_of(begins) + 1))
     return expand(begins, np.minimum(ends, layout.n_chunks) - begins)
 
 
 def fill_gaps(layout: ArrayLayout, chunks: Rows, gap: int) -> Rows:
     """`chunks` (ascending) with gaps filled: up to `gap` chunks between two chunks of the same object are included."""
     between = np.diff(chunks) - 1
-    small = (between <= gap) & (np.diff(chunks // layout.chunks_per_shard) == 0)
+    small = (between <= gap) & (np.diff(layout.placement.object_of(chunks)) == 0)
     return expand(chunks, np.append(np.where(small, between, 0), np.zeros(min(1, len(chunks)), np.int64)) + 1)
 
 
@@ -267,10 +275,10 @@ def chunk_spans(
     """
     spans: list[ChunkSpan] = []
     absent: list[Rows] = []
-    shards = chunks // layout.chunks_per_shard
-    for shard in distinct(shards).tolist():
-        here = chunks[shards == shard]
-        stored, offsets, sizes = indexes[shard].ranges(here % layout.chunks_per_shard)
+    shards = layout.placement.object_of(chunks)
+    for here in np.split(chunks, np.flatnonzero(np.diff(shards)) + 1) if len(chunks) else []:
+        shard = int(layout.placement.object_of(here[0]))
+        stored, offsets, sizes = indexes[shard].ranges(here - layout.placement.first_chunk(np.array(shard)))
         absent.append(here[~stored])
         by_offset = np.argsort(offsets, kind="stable")
         here, offsets, sizes = here[stored][by_offset], offsets[by_offset], sizes[by_offset]

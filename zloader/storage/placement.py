@@ -1,7 +1,7 @@
 """Where the stored bytes of an array's chunks lie: chunk -> object, offset and size, or absent. Pure.
 
-Chunk c lies in object `c // chunks_per_object`. The index of an object says which bytes each of its chunks takes. It is
-read from the object itself, or is known without reading. `ZarrPlacement` is that of Zarr arrays.
+An object holds consecutive chunks. The index of an object says which bytes each of its chunks takes. It is read from
+the object itself, or is known without reading. `ZarrPlacement` is that of Zarr arrays.
 """
 
 from __future__ import annotations
@@ -25,8 +25,20 @@ Index = NDArray[np.uint64]  # the offset and size of each chunk of an object, in
 class Placement(ABC):
     """Where the chunks of one array lie. An index that has to be read takes `index_bytes` of its object; 0 if none."""
 
-    chunks_per_object: int
+    chunks_per_object: int  # in a whole object
     index_bytes: int
+
+    def object_of(self, chunks: Rows) -> Rows:
+        """The object of each chunk."""
+        return chunks // self.chunks_per_object
+
+    def first_chunk(self, objects: Rows) -> Rows:
+        """The first chunk of each object."""
+        return objects * self.chunks_per_object
+
+    def n_objects(self, n_chunks: int) -> int:
+        """The number of objects of an array with `n_chunks` chunks."""
+        return -(-n_chunks // self.chunks_per_object)
 
     def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
         """The bytes of the array in some of its objects, and how many chunks these have room for."""

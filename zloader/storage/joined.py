@@ -1,0 +1,106 @@
+"""Arrays of many stores that are stored alike, as one array. Pure.
+
+The chunks of the stores follow one another. So each store begins with a chunk of its own, and what its last chunk lacks
+is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from zloader.common.records import Rows, Span
+from zloader.storage.placement import Index, Placement
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoreStarts:
+    """Store k ends before row `ends[k]`, and its elements are `shifts[k]` later than if no store were before padded."""
+
+    ends: Rows
+    shifts: Rows
+
+    def placed(self, rows: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
+        """The elements `[start, stop)` of each of some rows, numbered without padding, as the joined array has them."""
+        shifts = self.shifts[np.searchsorted(self.ends, rows, side="right")]
+        return starts + shifts, stops + shifts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JoinedPlacement(Placement):
+    """The objects of all stores, one store after another, with the keys of store k below `prefixes[k]`.
+
+    Store k has `n_chunks[k]` chunks, placed by `parts[k]`.
+    """
+
+    prefixes: Sequence[str]
+    parts: Sequence[Placement]
+    n_chunks: Rows
+
+    @cached_property
+    def chunks_per_object(self) -> int:  # type: ignore[override]
+        """Chunks of the largest object."""
+        return max((part.chunks_per_object for part in self.parts), default=1)
+
+    @cached_property
+    def index_bytes(self) -> int:  # type: ignore[override]
+        """The same in all stores."""
+        return max((part.index_bytes for part in self.parts), default=0)
+
+    @cached_property
+    def _first_objects(self) -> Rows:
+        """The first object of each store, and the number of all."""
+        numbers = [part.n_objects(n) for part, n in zip(self.parts, self.n_chunks.tolist(), strict=True)]
+        return np.cumsum([0, *numbers], dtype=np.int64)
+
+    @cached_property
+    def _first_chunks(self) -> Rows:
+        """The first chunk of each object, and the number of all."""
+        ends = np.cumsum(self.n_chunks)
+        begins, n_objects = ends - self.n_chunks, np.diff(self._first_objects)
+        within = np.arange(self._first_objects[-1]) - np.repeat(self._first_objects[:-1], n_objects)
+        per_object = np.array([part.chunks_per_object for part in self.parts], np.int64)
+        return np.append(np.repeat(begins, n_objects) + within * np.repeat(per_object, n_objects), ends[-1:])
+
+    def object_of(self, chunks: Rows) -> Rows:
+        return np.searchsorted(self._first_chunks[:-1], chunks, side="right") - 1
+
+    def first_chunk(self, objects: Rows) -> Rows:
+        return self._first_chunks[objects]
+
+    def n_objects(self, n_chunks: int) -> int:
+        return int(self._first_objects[-1])
+
+    def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
+        n_bytes = n_chunks = 0
+        for number in objects:
+            store, own = self._own(number)
+            sizes = {self.parts[store].key(own): object_sizes.get(self.key(number), 0)}
+            n_bytes += self.parts[store].stored_bytes(range(own, own + 1), sizes)[0]
+            n_chunks += int(self._first_chunks[number + 1] - self._first_chunks[number])
+        return n_bytes, n_chunks
+
+    def key(self, number: int) -> str:
+        store, own = self._own(number)
+        return self.prefixes[store] + self.parts[store].key(own)
+
+    def index(self, number: int, object_size: int) -> Span | Index:
+        store, own = self._own(number)
+        found = self.parts[store].index(own, object_size)
+        return Span(key=self.key(number), start=found.start, stop=found.stop) if isinstance(found, Span) else found
+
+    def parse(self, stored: bytes, number: int, object_size: int) -> Index:
+        store, own = self._own(number)
+        return self.parts[store].parse(stored, own, object_size)
+
+    def _own(self, number: int) -> tuple[int, int]:
+        """The store of an object, and the number of the object there."""
+        store = int(np.searchsorted(self._first_objects, number, side="right")) - 1
+        return store, number - int(self._first_objects[store])
+
+    def keys(self) -> Iterator[str]:
+        """The keys of all objects."""
+        return map(self.key, range(self.n_objects(0)))
