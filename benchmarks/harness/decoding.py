@@ -40,7 +40,7 @@ def decode_seconds(loader: zl.Loader, stored: dict[str, list[np.ndarray]]) -> fl
     for number in range(plan.n_fetches):
         starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)
         for layout in matrix.arrays:
-            chunks = chunks_of(starts, stops, layout.chunk_elements)
+            chunks = chunks_of(starts, stops, layout)
             jobs += [(layout, part) for part in np.array_split(chunks, max(1, len(chunks) // 16))]
     decoders = {layout.path: Decoder(layout) for layout in matrix.arrays}
 

@@ -226,7 +226,7 @@ def allowed_bytes(loader: zl.Loader) -> tuple[int, int]:
         chunks = max(
             chunks,
             sum(
-                len(chunks_of(starts, stops, layout.chunk_elements)) * layout.chunk_elements * layout.dtype.itemsize
+                len(chunks_of(starts, stops, layout)) * layout.chunk_elements * layout.dtype.itemsize
                 for layout in matrix.arrays
             ),
         )

@@ -71,7 +71,8 @@ class Codings:
 
         def decode(number: int, chunks: range) -> None:
             n, jobs = self._layouts[number].chunk_elements, np.zeros(len(chunks), CHUNK)
-            jobs["read"], jobs["begin"], jobs["stop"] = np.arange(len(chunks)), np.arange(len(chunks)) * n, n
+            jobs["read"], jobs["begin"] = np.arange(len(chunks)), np.arange(len(chunks)) * n
+            jobs["stop"] = jobs["elements"] = n
             stored = [self._stored[number][chunk] for chunk in chunks]
             jobs["size"] = [len(content) for content in stored]
             out = self._decoded[number][chunks.start * n : chunks.stop * n]
@@ -127,7 +128,7 @@ def reads(dataset: zl.Dataset, *, block_size: int, batch_size: int, fetch_factor
     for number in range(plan.n_fetches):
         starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)
         for array in matrix.arrays:
-            wanted = chunks_of(starts, stops, array.chunk_elements)
+            wanted = chunks_of(starts, stops, array)
             chunks += len(wanted)
             values += len(wanted) * array.chunk_elements
     whole = len(matrix.arrays) * matrix.values.n_elements

@@ -114,7 +114,7 @@ def test_a_view_takes_the_chunks_that_its_rows_are_in(tmp_path):
     indptr = np.append(0, np.cumsum(np.diff(adata.X.indptr)))
     starts, stops = indptr[plan.fetch(0).rows], indptr[plan.fetch(0).rows + 1]
     for array in matrix.arrays:
-        chunks = chunks_of(starts, stops, array.chunk_elements)
+        chunks = chunks_of(starts, stops, array)
         decoded += len(chunks) * array.chunk_elements * array.dtype.itemsize
     assert suggested.fetch_bytes == pytest.approx(decoded, rel=0.1)
     with pytest.raises(FormatError, match="no rows to load"):

@@ -130,6 +130,7 @@ def _decoded_all(layout, stored, lengths=None):
         sizes,
         begins,
     )
+    chunks["elements"] = width
     chunks["first"], chunks["stop"] = 0, [width] * len(stored) if lengths is None else lengths
     reads = [b"!".join(content.tobytes() for content in pair) for pair in pairs]
     out = np.zeros(len(stored) * width, layout.dtype)
@@ -387,7 +388,7 @@ def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_it_is_touched(dra
     first = draw.draw(st.integers(0, n - 1))
     stop = draw.draw(st.integers(first + 1, n))
     begin, end = n, n + stop - first
-    chunks = np.array([(0, 0, len(content), begin, first, stop)], decode.CHUNK)
+    chunks = np.array([(0, 0, len(content), begin, first, stop, n)], decode.CHUNK)
     out = np.full(3 * n, 7, "uint16")
     assert Decoder(layout).decode_all([content], chunks, out) == []
     _same(out[begin:end], values[first:stop])

@@ -197,6 +197,10 @@ def test_no_chunks_need_no_spans():
 
 # ---- rows, elements and chunks
 
+def _vector(chunk_elements):
+    return ArrayLayout.plain("a", "u1", n_elements=2**50, chunk_elements=chunk_elements)
+
+
 PAIRS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=30)
 
 
@@ -211,15 +215,16 @@ def test_expand_equals_a_loop(pairs):
 def test_chunks_of_equals_a_loop(pairs, chunk_elements):
     starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
     naive = {element // chunk_elements for start, length in pairs for element in range(start, start + length)}
-    assert chunks_of(starts, starts + lengths, chunk_elements).tolist() == sorted(naive)
+    assert chunks_of(starts, starts + lengths, _vector(chunk_elements)).tolist() == sorted(naive)
 
 
 @given(pairs=PAIRS, chunk_elements=st.integers(1, 50))
 def test_needed_of_each_chunk_equals_a_loop(pairs, chunk_elements):
     starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
     wanted = {element for start, length in pairs for element in range(start, start + length)}
-    chunks = chunks_of(starts, starts + lengths, chunk_elements)
-    firsts, stops = needed_bounds(chunks, starts, starts + lengths, chunk_elements)
+    layout = _vector(chunk_elements)
+    chunks = chunks_of(starts, starts + lengths, layout)
+    firsts, stops = needed_bounds(chunks, starts, starts + lengths, layout)
     for chunk, first, stop in zip(chunks.tolist(), firsts.tolist(), stops.tolist(), strict=True):
         here = [element % chunk_elements for element in wanted if element // chunk_elements == chunk]
         assert (first, stop) == (min(here), max(here) + 1)
@@ -250,7 +255,7 @@ def test_gaps_up_to_a_size_are_filled_within_an_object(draw, chunks_per_shard, n
 
 def test_chunks_of_counts_beyond_two_to_the_31():
     start = 2**40 + 3
-    assert chunks_of(_int64(start), _int64(start + 5), 4).tolist() == [2**38, 2**38 + 1]
+    assert chunks_of(_int64(start), _int64(start + 5), _vector(4)).tolist() == [2**38, 2**38 + 1]
 
 
 def test_the_last_chunk_is_as_long_as_what_is_left():

@@ -42,9 +42,16 @@ class FileSource:
 
     retries = 0
 
-    def __init__(self, location: Location, objects: Mapping[str, StoredObject], options: FetchOptions) -> None:
+    def __init__(
+        self,
+        location: Location,
+        objects: Mapping[str, StoredObject],
+        options: FetchOptions,
+        *,
+        if_changed: str = "Open the store again",
+    ) -> None:
         """`objects` is the listing from when the store was opened; a file that differs from it is an error."""
-        self._location, self._objects, self._options = location, objects, options
+        self._location, self._objects, self._options, self._if_changed = location, objects, options, if_changed
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """The bytes of each span, in order.
@@ -117,7 +124,7 @@ class FileSource:
         if stored_file(status, stable_inode=self._stable_inodes) != self._objects[key]:
             raise StoreChangedError(
                 f"{self._at(reads[0][0])}: the file, its permissions or its times have changed since the store was "
-                "opened. Open the store again"
+                f"opened. {self._if_changed}"
             )
         for (span, _), n_bytes in zip(reads, n_read, strict=True):
             if n_bytes != span.size:

@@ -6,7 +6,8 @@ process is downloading the chunk, and otherwise the chunk's crc32c with the PRES
 
 NAME.sums, beside decoded chunks, ends there. In NAME.places, beside stored chunks, the offsets of all chunks in
 NAME.stored follow, and then their sizes. They are set before the chunk's word. NAME.blocks, beside the coded rows of
-NAME.rows, is the same for blocks of rows.
+NAME.rows, is the same for blocks of rows, and NAME.bounds for the decoded chunks of an array that is joined of those of
+many stores, in NAME.joined, because they differ in size.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ log = logging.getLogger("zloader")
 PRESENT = 1 << 32  # set in the word of every present chunk, since a checksum can be 0
 _MAGIC = {
     suffix: int.from_bytes(name, "little")
-    for suffix, name in (("sums", b"zloader3"), ("places", b"zplaces3"), ("blocks", b"zblocks1"))
+    for suffix, name in (("sums", b"zloader3"), ("places", b"zplaces3"), ("blocks", b"zblocks1"), ("bounds", b"zbounds1"))
 }
-_WORDS = {"sums": 1, "places": 3, "blocks": 3}  # per chunk
+_WORDS = {"sums": 1, "places": 3, "blocks": 3, "bounds": 3}  # per chunk
 _HEADER = 8  # words
 _WINDOW = 1 << 20  # chunks read at a time
 
@@ -70,10 +71,14 @@ def _suffix(path: Path) -> str:
 def _header(path: Path, layout: ArrayLayout, n_bytes: int) -> NDArray[np.uint64]:
     """The header of a sidecar file: its version, the array's layout, the qualified name, and a checksum of these.
 
-    The fifth word is the dtype of decoded chunks, or the size of the file of stored chunks or of coded rows.
+    The fifth word is the dtype of decoded chunks of one size, or the size of the file. An array whose chunks differ in
+    size is described as its chunks, each of the average size.
     """
     kind = int.from_bytes(layout.dtype.str.encode()[:8], "little") if _suffix(path) == "sums" else n_bytes
     layout_words = [layout.n_elements, layout.chunk_elements, layout.dtype.itemsize, kind]
+    if layout.joined is not None:
+        average = layout.n_elements * layout.dtype.itemsize // max(1, layout.n_chunks)
+        layout_words = [layout.n_chunks, 1, average, kind]
     words = np.array([_MAGIC[_suffix(path)], *layout_words, 0, 0, 0], "<u8")
     words[5:7] = _name_words(path)
     words[-1] = checksum(words[:-1])
@@ -135,6 +140,7 @@ class Sidecar:
             raise ValueError("belongs to another array or mirror")
         n_elements, chunk_elements, itemsize, kind = (int(word) for word in header[1:5])
         self._file, self._decoded, self._of_rows = file, _suffix(path) == "sums", _suffix(path) == "blocks"
+        self._kept_as_used = _suffix(path) in ("blocks", "bounds")
         self.n_chunks, self.decoded_bytes = -(-n_elements // chunk_elements), n_elements * itemsize
         self.n_bytes, self._chunk_bytes = self.decoded_bytes if self._decoded else kind, chunk_elements * itemsize
         size, found = 8 * (_HEADER + _WORDS[_suffix(path)] * self.n_chunks), os.fstat(file).st_size
@@ -144,7 +150,7 @@ class Sidecar:
     def bytes_in_all(self, chunks_held: int, bytes_held: int) -> int:
         """Decoded bytes of all chunks; of coded rows the bytes in the file, estimated from the blocks that are held."""
         if not self._of_rows:
-            return self.decoded_bytes
+            return self.n_bytes if self._kept_as_used else self.decoded_bytes
         return bytes_held * self.n_chunks // chunks_held if chunks_held else self.n_bytes
 
     def windows(self) -> Iterator[Places]:
@@ -162,7 +168,7 @@ class Sidecar:
                 words=words,
                 starts=starts,
                 stops=stops,
-                decoded_sizes=stops - starts if self._of_rows else sizes,
+                decoded_sizes=stops - starts if self._kept_as_used else sizes,
             )
 
     def _words(self, row: int, first: int, last: int) -> NDArray[np.uint64]:

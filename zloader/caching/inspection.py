@@ -27,7 +27,8 @@ from zloader.common.records import Held
 _PIECE = 4 << 20  # bytes per read
 _TASK = 16 << 20  # bytes that a thread verifies between progress reports
 _THREADS = 2  # one reads from disk while the other computes checksums
-_CONTENT = {"sums": "flat", "places": "stored", "blocks": "rows"}  # the file of chunks beside each sidecar file
+# The file of chunks beside each sidecar file.
+_CONTENT = {"sums": "flat", "places": "stored", "blocks": "rows", "bounds": "joined"}
 _SUFFIXES = (*_CONTENT, *_CONTENT.values(), "kept")
 
 

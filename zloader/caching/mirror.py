@@ -108,7 +108,8 @@ class MirrorArray(ArrayFile):
     needs_places = False
 
     def __init__(self, directory: MirrorDirectory, layout: ArrayLayout) -> None:
-        path, words_path = (cached_path(directory.path, layout.path, suffix) for suffix in ("flat", "sums"))
+        suffixes = ("flat", "sums") if layout.joined is None else ("joined", "bounds")
+        path, words_path = (cached_path(directory.path, layout.path, suffix) for suffix in suffixes)
         super().__init__(directory, layout, path, words_path, layout.n_elements * layout.dtype.itemsize)
 
     @property
@@ -124,7 +125,7 @@ class MirrorArray(ArrayFile):
         """Copies the elements of present chunks. They need no decoding, so none is corrupt."""
         lengths = jobs["stop"] - jobs["first"]
         self.count_mapped(int(lengths.sum()) * self.layout.dtype.itemsize)
-        firsts, begins = chunks * self.layout.chunk_elements + jobs["first"], jobs["begin"]
+        firsts, begins = self.layout.chunk_bounds(chunks)[0] + jobs["first"], jobs["begin"]
         kept = self.elements
         for first, begin, length in zip(firsts.tolist(), begins.tolist(), lengths.tolist(), strict=True):
             elements[begin : begin + length] = kept[first : first + length]
@@ -178,10 +179,19 @@ class MirrorArray(ArrayFile):
 
     def put(self, first: int, elements: NDArray[Any]) -> None:
         """Writes consecutive decoded chunks from chunk `first` on. After a failure (full disk), writes no more."""
-        width = self.layout.chunk_elements
-        if self._write(first * width * self.layout.dtype.itemsize, elements):
-            checksums = [checksum(elements[begin : begin + width]) for begin in range(0, len(elements), width)]
-            self._mark_all_present(first, np.array(checksums, np.uint64))
+        (begin,), _ = self.layout.chunk_bounds(np.array([first]))
+        if not len(elements) or not self._write(int(begin) * self.layout.dtype.itemsize, elements):
+            return
+        chunks = np.arange(first, int(self.layout.chunk_of(begin + len(elements) - 1)) + 1)
+        starts, stops = (bounds - begin for bounds in self.layout.chunk_bounds(chunks))
+        if self.layout.joined is not None:
+            self._set_places(chunks, *self._offsets_and_sizes(chunks))
+        pieces = zip(starts.tolist(), stops.tolist(), strict=True)
+        self._mark_all_present(first, np.array([checksum(elements[a:b]) for a, b in pieces], np.uint64))
+
+    def _offsets_and_sizes(self, chunks: Rows) -> tuple[Rows, Rows]:
+        starts, stops = self.bounds(chunks)
+        return starts, stops - starts
 
     def fill(self, windows: Iterable[NDArray[Any]]) -> NDArray[Any] | None:
         """Writes all elements, given in windows of any size, and then marks all chunks as present.
@@ -312,7 +322,8 @@ def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, form: RowForm) -
 
 def has_array(directory: MirrorDirectory, path: str) -> bool:
     """Whether the mirror has files of a decoded array, with some of its chunks or none."""
-    return has_files(directory.path, path, "flat", "sums")
+    pairs = (("flat", "sums"), ("joined", "bounds"))
+    return any(has_files(directory.path, path, *suffixes) for suffixes in pairs)
 
 
 def open_array(directory: MirrorDirectory, layout: ArrayLayout) -> MirrorArray | None:

@@ -55,7 +55,7 @@ def _described(
 ) -> tuple[str, dict[str, list[str]]]:
     """The first line, and the names in obs, var, obsm and layers."""
     try:
-        head = _head(kind, stores, url, _length(stores[0], "var") if n_vars is None else n_vars, chosen)
+        head = _head(kind, stores, url, stores[0].known_length("var") if n_vars is None else n_vars, chosen)
         return head, {group: names for group, names in _groups(stores, joined=n_vars is not None).items() if names}
     except Exception:  # noqa: BLE001 - a repr must not raise, whatever the metadata hold
         return f"{kind} of {url}", {}
@@ -64,7 +64,7 @@ def _described(
 def _head(
     kind: str, stores: Sequence[OpenedStore], url: str, n_vars: int | None, chosen: tuple[int | None, int | None]
 ) -> str:
-    lengths = [_length(store, "obs") for store in stores]
+    lengths = [store.known_length("obs") for store in stores]
     known = [length for length in lengths if length is not None]
     n_rows = str(sum(known)) if len(known) == len(lengths) else "?"
     n_genes, (rows, genes) = "?" if n_vars is None else str(n_vars), chosen
@@ -75,44 +75,9 @@ def _head(
 
 def _groups(stores: Sequence[OpenedStore], *, joined: bool) -> dict[str, list[str]]:
     return {
-        "obs": [name for name in _columns(stores[0], "obs") if all(name in _members(store, "obs") for store in stores)],
-        "var": [] if joined else _columns(stores[0], "var"),
-        "obsm": sorted(set.intersection(*(_members(store, "obsm") for store in stores))),
-        "mod": sorted(set.intersection(*(_members(store, "mod") for store in stores))),
-        "layers": sorted(set.intersection(*(_members(store, "layers") for store in stores))),
+        "obs": [name for name in stores[0].known_columns("obs") if all(name in store.known_members("obs") for store in stores)],
+        "var": [] if joined else stores[0].known_columns("var"),
+        "obsm": sorted(set.intersection(*(store.known_members("obsm") for store in stores))),
+        "mod": sorted(set.intersection(*(store.known_members("mod") for store in stores))),
+        "layers": sorted(set.intersection(*(store.known_members("layers") for store in stores))),
     }
-
-
-def _columns(store: OpenedStore, frame: str) -> list[str]:
-    names = getattr(_metadata(store, frame), "attributes", {}).get("column-order")
-    return sorted(_members(store, frame) - {"_index"}) if names is None else list(names)
-
-
-def _members(store: OpenedStore, group: str) -> set[str]:
-    """The members of a group, from the listing."""
-    inside = (key.removeprefix(f"{group}/") for key in store.objects if key.startswith(f"{group}/"))
-    return {name.partition("/")[0] for name in inside if "/" in name}
-
-
-def _length(store: OpenedStore, frame: str) -> int | None:
-    """The rows of a frame, if they are known."""
-    known = vars(store).get({"obs": "n_obs", "var": "n_vars"}[frame])  # a cached_property
-    if known is not None:
-        return int(known)
-    index = getattr(_metadata(store, frame), "attributes", {}).get("_index")
-    for path in (f"{frame}/{index}", f"{frame}/{index}/values", f"{frame}/{index}/codes"):
-        shape = getattr(_metadata(store, path), "shape", None)
-        if shape is not None:
-            return int(shape[0])
-    return None
-
-
-def _metadata(store: OpenedStore, path: str) -> Any:
-    """The metadata of a group or array, from the consolidated metadata or a local file; else None."""
-    node = store.opened_root.metadata
-    if node.consolidated_metadata is None:
-        return store.node(path).metadata if store.location.scheme == "file" and path in store else None
-    for name in path.split("/"):
-        consolidated = getattr(node, "consolidated_metadata", None)
-        node = None if consolidated is None else consolidated.metadata.get(name)
-    return node

@@ -28,6 +28,7 @@ from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore
 from zloader.selecting.columns import NUMBERS, ObsColumn, StringCoder, as_labels, as_numbers, kind_of, of_strings
 from zloader.storage.layout import ArrayLayout
+from zloader.storage.metadata import stored_length
 
 _WINDOW_BYTES = 32 << 20  # read at a time
 _WINDOW_ROWS = 1 << 18  # of strings, about 150 MB while they are coded
@@ -52,6 +53,21 @@ class StoreColumns:
     def kind(self, name: str) -> str:
         """The kind of values of an obs column, as `kind_of` names it, from metadata."""
         return kind_of(self._node(name))
+
+    def shown_kind(self, name: str) -> str:
+        """The kind of values as `zloader info` shows it: `categorical`, `string`, or a dtype or encoding."""
+        node = self.store.node(self.path(name))
+        encoding = str(node.attrs.get("encoding-type", "array"))
+        if encoding == "categorical":
+            return encoding
+        if "string" in encoding:
+            return "string"
+        values = node if isinstance(node, zarr.Array) else node.get("values")
+        return encoding if values is None else str(values.dtype)
+
+    def n_categories(self, name: str) -> int | None:
+        """The number of categories of a categorical column, from metadata; None if that does not say."""
+        return stored_length(self.store.node(f"{self.path(name)}/categories"))
 
     def is_categorical(self, name: str) -> bool:
         """Whether an obs column has codes and categories, from metadata."""
@@ -235,11 +251,6 @@ class WholeColumns(StoreColumns):
         numbers = as_numbers(name, self.column(name))
         # A copy, because the cache keeps what is memory-mapped under the path of a column of the whole.
         return replace(numbers, values=np.array(numbers.values))
-
-
-def columns_of(store: OpenedStore) -> StoreColumns:
-    """The obs columns and obsm arrays of a store, with those of its modalities."""
-    return WholeColumns(store) if store.modalities else StoreColumns(store)
 
 
 def _windows_of(node: Any) -> Iterator[tuple[int, int]]:

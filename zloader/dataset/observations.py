@@ -29,10 +29,9 @@ from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
-from zloader.dataset.names import ObsNames
-from zloader.dataset.obs_columns import columns_of
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
+from zloader.dataset.stack_columns import columns_of, names_of
 from zloader.reading.column_rows import PagedColumn
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form
@@ -85,7 +84,7 @@ class Observations:
         self._opened = opened
         self._stores = opened.stores
         self._directory = opened.mirror_directory
-        self._names = [ObsNames(store) for store in opened.stores]
+        self._names = [names_of(store) for store in opened.stores]
         self._of_stores = [columns_of(store) for store in opened.stores]
         self.paged = PagedColumns(opened, self._of_stores)
         self._columns: dict[str, ObsColumn] = {}
@@ -137,7 +136,7 @@ class Observations:
         """All obs columns, or some of them, with the obs names as the index."""
         names = self.column_names if columns is None else names_of(columns=columns)
         require_frame(self.n_rows)
-        index = pd.Index(concatenated("index", concurrently(ObsNames.whole, self._names)))
+        index = pd.Index(concatenated("index", concurrently(lambda names: names.whole(), self._names)))
         return pd.DataFrame({name: concatenated(name, self._read_column(name)) for name in names}, index=index)
 
     def frame_of(self, rows: Rows, columns: Sequence[str] | None = None, *, keep: bool = True) -> pd.DataFrame:
@@ -346,7 +345,7 @@ class Observations:
 
     def cache_all(self) -> None:
         """Reads the obs names and every obs column and obsm array that minibatches carry, which fills the cache."""
-        concurrently(ObsNames.load_all, self._names)
+        concurrently(lambda names: names.load_all(), self._names)
         for name in self.column_names:
             with contextlib.suppress(OptionError):  # no tensor can hold it, such as a column of complex numbers
                 self.column(name)

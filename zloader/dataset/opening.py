@@ -25,7 +25,9 @@ from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import Cache
 from zloader.dataset.h5ad import OpenedFile, conversion_of
+from zloader.dataset.manifest import is_manifest, read_manifest
 from zloader.dataset.store import OpenedStore
+from zloader.dataset.store_stack import stacks_of
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MATRIX_FILES = {"matrix.mtx", "matrix.mtx.gz"}  # of a 10x directory
@@ -133,6 +135,8 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
     """
     if offline and cache is None:
         raise OptionError("offline=True opens a dataset from a cache: give cache= too")
+    if is_manifest(location):
+        return list(stacks_of(location, read_manifest(location), cache, offline=offline, opens=_member))
     if offline and cache is not None:
         origin, objects = load_listing(place_of(cache.directory), location)
     else:
@@ -145,6 +149,12 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
         return [opened]
     cache = cache if opened.mirror_fingerprint else None  # opening the collection has logged the reason
     return list(_members(location, objects, origin=origin, cache=cache, offline=offline))
+
+
+def _member(location: Location) -> OpenedStore:
+    """A store of a manifest, without a cache of its own, which would be one directory for each of thousands."""
+    (store,) = open_stores(location, None)
+    return store
 
 
 def _members(

@@ -132,7 +132,7 @@ def _chunks_by_array(
     """For each fetch, the chunks that it needs from each array."""
     for rows in fetches:
         starts, stops = matrix.elements_of(rows, indptr)
-        yield [chunks_of(*array.placed(rows, starts, stops), array.chunk_elements) for array in matrix.arrays]
+        yield [chunks_of(starts, stops, array) for array in matrix.arrays]
 
 
 def _shards(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[int]:

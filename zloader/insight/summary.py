@@ -12,7 +12,7 @@ from zloader.caching.row_blocks import RowForm
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.modalities import obs_of, path_of
-from zloader.dataset.obs_columns import columns_of
+from zloader.dataset.stack_columns import columns_of
 from zloader.dataset.store import OpenedStore
 from zloader.storage import hdf5_filters
 from zloader.storage.coded_rows import likely_bytes
@@ -120,22 +120,12 @@ def _in_all(groups: Sequence[Any]) -> list[str]:
 
 def _column(stores: Sequence[OpenedStore], name: str) -> ColumnSummary:
     try:
-        paths = [columns_of(store).path(name) for store in stores]
-        kinds = [_kind(store.node(path)) for store, path in zip(stores, paths, strict=True)]
+        columns = [columns_of(store) for store in stores]
+        kinds = [each.shown_kind(name) for each in columns]
     except FormatError:
         return ColumnSummary(name=name, kind="unreadable", categories=None)
-    n_categories = stored_length(stores[0].node(f"{paths[0]}/categories")) if kinds == ["categorical"] else None
+    n_categories = columns[0].n_categories(name) if kinds == ["categorical"] else None
     return ColumnSummary(name=name, kind=_all(kinds), categories=n_categories)
-
-
-def _kind(node: Any) -> str:
-    encoding = str(node.attrs.get("encoding-type", "array"))
-    if encoding == "categorical":
-        return encoding
-    if "string" in encoding:
-        return "string"
-    values = node if isinstance(node, zarr.Array) else node.get("values")
-    return encoding if values is None else str(values.dtype)
 
 
 def _all(names: Iterable[str]) -> str:

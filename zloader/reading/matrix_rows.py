@@ -333,7 +333,7 @@ def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows)
                 continue
             starts, stops = part.matrix.elements_of(of_part, part.indptr)
             for array in part.matrix.arrays:
-                chunks = chunks_of(*array.placed(of_part, starts, stops), array.chunk_elements)
+                chunks = chunks_of(starts, stops, array)
                 needed += len(chunks)
                 if part.mirror is not None and array.path in part.mirror.arrays:
                     held += part.mirror.arrays[array.path].n_held(chunks)

@@ -25,9 +25,16 @@ class ObjectSource:
     Nothing is opened before the first `read`, which has to happen in the process that iterates.
     """
 
-    def __init__(self, location: Location, objects: Mapping[str, StoredObject], options: FetchOptions) -> None:
+    def __init__(
+        self,
+        location: Location,
+        objects: Mapping[str, StoredObject],
+        options: FetchOptions,
+        *,
+        if_changed: str = "Open the store again",
+    ) -> None:
         """`objects` were listed when the store was opened. An object that has changed since then raises an error."""
-        self._location, self._objects = location, objects
+        self._location, self._objects, self._if_changed = location, objects, if_changed
         self._tags: dict[str, bytes] = {}  # the answers' tag of each object that was read
         self._reader = _reader(location)
         self._retrier = Retrier(self, options)
@@ -86,7 +93,7 @@ class ObjectSource:
 
     def _changed(self, span: Span) -> StoreChangedError:
         return StoreChangedError(
-            f"{self.describe(span)}: the object has changed since the store was opened. Open the store again"
+            f"{self.describe(span)}: the object has changed since the store was opened. {self._if_changed}"
         )
 
 

@@ -53,7 +53,7 @@ class ReadPlanner:
 
     def chunks(self, starts: Rows, stops: Rows) -> Rows:
         """The chunks that contain the elements `[start, stop)` of each row."""
-        return chunks_of(starts, stops, self.layout.chunk_elements)
+        return chunks_of(starts, stops, self.layout)
 
     def chunks_to_mirror(self, chunks: Rows, *, first_fetch: bool) -> Rows:
         """The chunks to read into a mirror when a fetch needs `chunks`, including those that are already there.
@@ -175,11 +175,10 @@ class Slots:
     def filled(self, starts: Rows) -> Elements:
         """The elements of rows that begin at `starts` in the array, with their positions in the buffer."""
         self.elements.flags.writeable = False
-        width = self.layout.chunk_elements
         # An empty row may begin in a chunk that is not in the buffer. Its position is never used.
-        shifts = np.append(self._begins - self.firsts, 0)
+        shifts = np.append(self._begins - self.firsts - self.layout.chunk_bounds(self.chunks)[0], 0)
         return Elements(
-            source=self.elements, starts=shifts[np.searchsorted(self.chunks, starts // width)] + starts % width
+            source=self.elements, starts=shifts[np.searchsorted(self.chunks, self.layout.chunk_of(starts))] + starts
         )
 
     def jobs(self, chunks: Rows, reads: Rows | int = 0, offsets: Rows | int = 0, sizes: Rows | int = 0) -> NDArray[Any]:
@@ -187,4 +186,5 @@ class Slots:
         jobs = np.empty(len(chunks), CHUNK)
         jobs["read"], jobs["offset"], jobs["size"] = reads, offsets, sizes
         jobs["begin"], jobs["first"], jobs["stop"] = self.locate(chunks)
+        jobs["elements"] = self.layout.stored_elements(chunks)
         return jobs

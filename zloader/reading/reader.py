@@ -51,7 +51,7 @@ class Needed:
     @cached_property
     def bounds(self) -> tuple[Rows, Rows]:
         """The first needed element of each chunk and the element after its last, counted from its first element."""
-        return needed_bounds(self.chunks, self.starts, self.stops, self.layout.chunk_elements)
+        return needed_bounds(self.chunks, self.starts, self.stops, self.layout)
 
     @property
     def n_bytes(self) -> int:
@@ -104,7 +104,6 @@ class ArrayReader:
 
     def needed(self, rows: Rows, starts: Rows, stops: Rows) -> Needed:
         """The elements `[start, stop)` of each of some rows, to be loaded."""
-        starts, stops = self._layout.placed(rows, starts, stops)
         chunks = self._planner.chunks(starts, stops)
         return Needed(reader=self, layout=self._layout, starts=starts, stops=stops, chunks=chunks)
 

@@ -172,7 +172,7 @@ class RowReader:
         loads = []
         async with asyncio.TaskGroup() as group:
             for array in (self._genes, self._values):
-                needed = array.needed(rows, starts, stops)
+                needed = array.needed(starts, starts, stops)
                 buffer = np.empty(needed.buffer_bytes, np.uint8)
                 loads.append(group.create_task(array.load(needed, buffer, turn=turn)))
         genes, values = (load.result() for load in loads)

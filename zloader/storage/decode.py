@@ -61,10 +61,11 @@ class Decoder:
         corrupt = []
         scratch: NDArray[Any] | None = None  # as fresh memory costs page faults
         for i in np.flatnonzero(~self._decode_at_once(views, chunks, out, self._below)).tolist():
-            read, offset, size, begin, first, stop = (int(field) for field in chunks[i])
+            read, offset, size, begin, first, stop, n_elements = (int(field) for field in chunks[i])
             needed = whole = out[begin : begin + stop - first]
-            if len(needed) < self._chunk_elements or self._narrows:
-                whole = scratch = np.empty(self._chunk_elements, self._dtype) if scratch is None else scratch
+            if len(needed) < (n_elements or self._chunk_elements) or self._narrows:
+                scratch = np.empty(self._chunk_elements, self._dtype) if scratch is None else scratch
+                whole = scratch[: n_elements or None]
             try:
                 self._decode_whole(views[read][offset : offset + size], whole)
                 self._layout.check_bounds(whole[first:stop])
@@ -90,9 +91,8 @@ class Decoder:
             return np.zeros(len(chunks), bool)
         addresses, elements = np.array([view.ctypes.data for view in views]), out.view(f"u{out.itemsize}")
         if self._decompress is _copy and not self._differences:
-            n_elements = 0 if self._layout.cut else self._chunk_elements
             scratch = np.empty(self._chunk_elements if self._narrows else 0, self._unsigned)
-            return copy(addresses, chunks, self._checked, elements, scratch, n_elements, below)
+            return copy(addresses, chunks, self._checked, elements, scratch, below)
         return decompress(addresses, chunks, self._checked, elements, self._chunk_elements, self._differences, below)
 
     def decode(self, stored: Bytes, out: NDArray[Any]) -> None:
@@ -101,7 +101,8 @@ class Decoder:
         Raises CorruptChunkError if the checksum differs or the bytes do not decode to a whole chunk.
         """
         if len(out) == self._chunk_elements and not self._narrows:
-            chunk = np.array([(0, 0, len(stored), 0, 0, len(out))], CHUNK)
+            n_elements = 0 if self._layout.cut else len(out)
+            chunk = np.array([(0, 0, len(stored), 0, 0, len(out), n_elements)], CHUNK)
             if self._decode_at_once([stored], chunk, out, -1)[0]:
                 return
         whole = out
@@ -120,10 +121,7 @@ class Decoder:
                 raise CorruptChunkError("its crc32c differs from the stored crc32c")
             stored = stored[:-4]
         if self._layout.cut:
-            n_stored = len(stored) // self._dtype.itemsize
-            if self._layout.joined is not None:  # the end of a store is padded
-                whole[n_stored:] = 0
-            whole = whole[:n_stored]
+            whole = whole[: len(stored) // self._dtype.itemsize]
         try:
             self._decompress(stored, whole)
         except BaseException as error:
@@ -236,7 +234,8 @@ _RESIDUE = np.uint32(0x48674BC7)
 
 # The source and the target of a chunk: it is bytes `[offset, offset + size)` of read number `read`. Only its elements
 # `[first, stop)` are needed, counted from its first element. They go into an array, from `begin` on.
-CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin", "first", "stop")])
+# Decoded it has so many `elements`, or if that is 0, any number.
+CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin", "first", "stop", "elements")])
 
 
 @compiled
@@ -245,7 +244,7 @@ def decompress(
     chunks: NDArray[Any],
     checked: bool,
     out: NDArray[np.unsignedinteger],
-    chunk_elements: int,
+    most_elements: int,
     differences: bool,
     below: int,
 ) -> NDArray[np.bool_]:
@@ -257,7 +256,7 @@ def decompress(
     from its first element on. Unless `below` is negative, a chunk with a needed element that is not less is invalid.
     """
     valid = np.zeros(len(chunks), np.bool_)
-    scratch = np.empty(chunk_elements, out.dtype)  # stays in the core's cache
+    scratch = np.empty(most_elements, out.dtype)  # stays in the core's cache
     for i in range(len(chunks)):
         chunk = chunks[i]
         stored = addresses[chunk.read] + chunk.offset
@@ -265,13 +264,13 @@ def decompress(
         if n < 0:
             continue
         needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
-        decoded = needed if len(needed) == chunk_elements else scratch
+        decoded = needed if len(needed) == chunk.elements else scratch
         first = 0 if differences else chunk.first
-        if not _decompress_part(stored, n, decoded.ctypes.data, chunk_elements, out.itemsize, first, chunk.stop):
+        if not _decompress_part(stored, n, decoded.ctypes.data, chunk.elements, out.itemsize, first, chunk.stop):
             continue
         if differences:
             accumulate(decoded[: chunk.first], decoded[chunk.first : chunk.stop], needed)
-        elif len(needed) < chunk_elements:
+        elif len(needed) < chunk.elements:
             needed[:] = decoded[chunk.first : chunk.stop]
         valid[i] = below < 0 or largest(needed) < np.uint64(below)
     return valid
@@ -292,10 +291,10 @@ def copy(
     checked: bool,
     out: NDArray[np.unsignedinteger],
     scratch: NDArray[np.unsignedinteger],
-    n_elements: int,
     below: int,
 ) -> NDArray[np.bool_]:
-    """Like `decompress`, of chunks that are not compressed and hold `n_elements`, or if that is 0, any number.
+    """Like `decompress`, of chunks that are not compressed.
+
     If `out` is narrower than the stored elements, `scratch` has their dtype and room for a chunk; otherwise it is
     empty.
     """
@@ -305,7 +304,7 @@ def copy(
         chunk = chunks[i]
         stored = addresses[chunk.read] + chunk.offset
         n = _body_bytes(stored, chunk.size, checked)
-        if n < 0 or n < chunk.stop * itemsize or n_elements not in (0, n // itemsize) or n % itemsize:
+        if n < 0 or n < chunk.stop * itemsize or chunk.elements not in (0, n // itemsize) or n % itemsize:
             continue
         needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
         if len(scratch) == 0:

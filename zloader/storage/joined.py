@@ -1,7 +1,7 @@
 """Arrays of many stores that are stored alike, as one array. Pure.
 
-The chunks of the stores follow one another. So each store begins with a chunk of its own, and what its last chunk lacks
-is never used.
+Elements and chunks of the stores follow one another. The chunks of each store have a size of their own, because writers
+choose it by the size of the array.
 """
 
 from __future__ import annotations
@@ -17,16 +17,42 @@ from zloader.storage.placement import Index, Placement
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StoreStarts:
-    """Store k ends before row `ends[k]`, and its elements are `shifts[k]` later than if no store were before padded."""
+class JoinedGrid:
+    """Store k has the elements before `ends[k]`, in chunks of `widths[k]`. Its last chunk holds what is left."""
 
     ends: Rows
-    shifts: Rows
+    widths: Rows
 
-    def placed(self, rows: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
-        """The elements `[start, stop)` of each of some rows, numbered without padding, as the joined array has them."""
-        shifts = self.shifts[np.searchsorted(self.ends, rows, side="right")]
-        return starts + shifts, stops + shifts
+    @cached_property
+    def n_chunks(self) -> Rows:
+        """The number of chunks of each store."""
+        return -(-np.diff(self.ends, prepend=0) // self.widths)
+
+    @cached_property
+    def _begins(self) -> Rows:
+        return self.ends - np.diff(self.ends, prepend=0)
+
+    @cached_property
+    def _first_chunks(self) -> Rows:
+        return np.cumsum(self.n_chunks) - self.n_chunks
+
+    def chunk_of(self, elements: Rows) -> Rows:
+        """The chunk of each element."""
+        stores = np.searchsorted(self.ends, elements, side="right")
+        return self._first_chunks[stores] + (elements - self._begins[stores]) // self.widths[stores]
+
+    def bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
+        """The first element of each chunk, and the element after its last."""
+        stores = self._stores(chunks)
+        first = self._begins[stores] + (chunks - self._first_chunks[stores]) * self.widths[stores]
+        return first, np.minimum(first + self.widths[stores], self.ends[stores])
+
+    def width(self, chunks: Rows) -> Rows:
+        """The elements of each chunk as it is stored, padded at the end of a store."""
+        return self.widths[self._stores(chunks)]
+
+    def _stores(self, chunks: Rows) -> Rows:
+        return np.searchsorted(self._first_chunks + self.n_chunks, chunks, side="right")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
 from zloader.common.records import Rows, Span
-from zloader.storage.joined import StoreStarts
+from zloader.storage.joined import JoinedGrid
 from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement, ZarrPlacement
 
 
@@ -46,8 +46,8 @@ class ArrayLayout:
     cut: bool = False
     # Every element must be in range(below); None means no bound. Gene indices are checked because they index memory.
     below: int | None = None
-    # Where the stores of a joined array begin in it. Without, it is one array, whose elements follow one another.
-    joined: StoreStarts | None = None
+    # The chunks of an array that is joined of those of many stores. Then `chunk_elements` are those of the largest.
+    joined: JoinedGrid | None = None
 
     @classmethod
     def plain(
@@ -78,6 +78,8 @@ class ArrayLayout:
     @property
     def n_chunks(self) -> int:
         """Number of chunks."""
+        if self.joined is not None:
+            return int(self.joined.n_chunks.sum())
         return -(-self.n_elements // self.chunk_elements)
 
     @property
@@ -101,12 +103,20 @@ class ArrayLayout:
 
     def chunk_bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
         """The first element of each chunk, and the element after its last."""
+        if self.joined is not None:
+            return self.joined.bounds(chunks)
         first = chunks * self.chunk_elements
         return first, np.minimum(first + self.chunk_elements, self.n_elements)
 
-    def placed(self, rows: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
-        """The elements `[start, stop)` of each of some rows, as MatrixLayout numbers them, as this array does."""
-        return (starts, stops) if self.joined is None else self.joined.placed(rows, starts, stops)
+    def chunk_of(self, elements: Rows) -> Rows:
+        """The chunk of each element."""
+        return elements // self.chunk_elements if self.joined is None else self.joined.chunk_of(elements)
+
+    def stored_elements(self, chunks: Rows) -> Rows | int:
+        """The elements of each chunk as it is stored, with padding; 0 if any number may be stored."""
+        if self.cut:
+            return 0
+        return self.chunk_elements if self.joined is None else self.joined.width(chunks)
 
     def check_bounds(self, elements: NDArray[Any]) -> None:
         """Raises CorruptChunkError if an element is outside `range(below)`."""
@@ -190,11 +200,11 @@ def distinct(numbers: Rows) -> Rows:
     return ordered[first]
 
 
-def chunks_of(starts: Rows, stops: Rows, chunk_elements: int) -> Rows:
+def chunks_of(starts: Rows, stops: Rows, layout: ArrayLayout) -> Rows:
     """The distinct chunks that hold the elements `[start, stop)` of all pairs, in ascending order."""
     filled = stops > starts
-    first = starts[filled] // chunk_elements
-    last = (stops[filled] - 1) // chunk_elements
+    first = layout.chunk_of(starts[filled])
+    last = layout.chunk_of(stops[filled] - 1)
     # Rows of a block are adjacent, so most pairs repeat the chunks of the pair before. Drop the repeats first.
     new = np.ones(len(first), bool)
     new[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1])
@@ -217,23 +227,23 @@ def fill_gaps(layout: ArrayLayout, chunks: Rows, gap: int) -> Rows:
     return expand(chunks, np.append(np.where(small, between, 0), np.zeros(min(1, len(chunks)), np.int64)) + 1)
 
 
-def needed_bounds(chunks: Rows, starts: Rows, stops: Rows, chunk_elements: int) -> tuple[Rows, Rows]:
+def needed_bounds(chunks: Rows, starts: Rows, stops: Rows, layout: ArrayLayout) -> tuple[Rows, Rows]:
     """The first needed element of each chunk and the element after its last, counted from the start of the chunk.
 
     Needed are the elements `[start, stop)` of all pairs. `chunks` is the result of chunks_of for these pairs.
     """
-    firsts, ends = np.full(len(chunks), chunk_elements), np.zeros(len(chunks), np.int64)
+    begins, limits = layout.chunk_bounds(chunks)
+    firsts, ends = limits - begins, np.zeros(len(chunks), np.int64)
     filled = stops > starts
     starts, stops = starts[filled], stops[filled]
-    first, last = (
-        np.searchsorted(chunks, starts // chunk_elements),
-        np.searchsorted(chunks, (stops - 1) // chunk_elements),
-    )
-    np.minimum.at(firsts, first, starts % chunk_elements)
-    np.maximum.at(ends, last, (stops - 1) % chunk_elements + 1)
+    first = np.searchsorted(chunks, layout.chunk_of(starts))
+    last = np.searchsorted(chunks, layout.chunk_of(stops - 1))
+    np.minimum.at(firsts, first, starts - begins[first])
+    np.maximum.at(ends, last, stops - begins[last])
     crossing = last > first  # rows that cross into the next chunk
     firsts[expand(first[crossing] + 1, (last - first)[crossing])] = 0
-    ends[expand(first[crossing], (last - first)[crossing])] = chunk_elements
+    through = expand(first[crossing], (last - first)[crossing])
+    ends[through] = (limits - begins)[through]
     return firsts, ends
 
 

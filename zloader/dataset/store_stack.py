@@ -1,0 +1,385 @@
+"""Stores of a manifest that are written alike and have the same genes, seen as one store.
+
+Their arrays are joined (storage/joined.py), so a fetch, a mirror and an epoch handle them as one, however many there
+are. What a manifest does not record, such as an obs column with a value per row, is read from the stores themselves,
+which are opened for it one by one, a few at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from zloader.access.file_source import FileSource
+from zloader.access.location import Location
+from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
+from zloader.caching.kept_objects import OfflineSource
+from zloader.caching.mirror import MirrorArray, open_array, open_mirror_directory
+from zloader.common.errors import FormatError, OptionError, StoreChangedError
+from zloader.common.messages import suggestion
+from zloader.common.options import Cache, FetchOptions
+from zloader.common.records import ByteSource, Rows
+from zloader.dataset.manifest import ADVICE, absolute, labels_of, parsed, root_and_key
+from zloader.dataset.paged_offsets import PagedOffsets
+from zloader.dataset.store import OpenedStore
+from zloader.reading.column_rows import PagedColumn
+from zloader.reading.fetch import read_at_once
+from zloader.reading.forms import Form
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.peers import PeerCache
+from zloader.reading.recipe import Recipe, RowColumns
+from zloader.storage.layout import ArrayLayout, MatrixLayout
+from zloader.storage.recorded import joined_layout
+
+_MOST_STORES = 1 << 14  # in a stack: the mirror of a stack is another one once a store of it has changed
+_MOST_OPEN = 64
+_PAGE_ROWS = 1 << 12  # of offsets: a page is read from the stores that it covers
+
+Opener = Callable[[Location], OpenedStore]
+
+
+def stacks_of(
+    manifest: Location, table: pd.DataFrame, cache: Cache | None, *, offline: bool, opens: Opener
+) -> list[StoreStack]:
+    """The stores of a manifest in their order, in as few stacks as that allows."""
+    if isinstance(cache, PeerCache):
+        raise OptionError(f"zr.cache keeps single stores, and {manifest.url} is a manifest of many: give a directory")
+    table = table.assign(**{name: _labels(table[name]) for name in labels_of(table)})
+    roots, keys = zip(*(root_and_key(manifest, url) for url in table["url"]), strict=True)
+    kinds = table[["layout", "gene_set", "obs"]].assign(root=roots)
+    begins = np.flatnonzero(np.append(True, (kinds.iloc[1:].to_numpy() != kinds.iloc[:-1].to_numpy()).any(axis=1)))
+    names = dict(zip(table["gene_set"], table["gene_names"], strict=True)) | {
+        gene_set: text for gene_set, text in zip(table["gene_set"], table["gene_names"], strict=True) if text
+    }
+    genes = {gene_set: GeneNames(text) for gene_set, text in names.items()}
+    stacks = []
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(table)], strict=True):
+        for first in range(begin, end, _MOST_STORES):
+            some = slice(first, min(first + _MOST_STORES, end))
+            made = StoreStack(
+                manifest,
+                table.iloc[some],
+                replace(manifest, url=roots[first]),
+                keys[some],
+                genes[table["gene_set"].iloc[first]],
+            )
+            made.open(cache, number=len(stacks), offline=offline, opens=opens)
+            stacks.append(made)
+    return stacks
+
+
+def _labels(values: pd.Series) -> pd.Series:
+    """A column of labels as numbers, booleans or categories, which are the same for all stacks."""
+    if pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_complex_dtype(values):
+        return values.astype(float) if values.isna().any() else values.astype(values.to_numpy().dtype)
+    text = values.astype(object).where(values.isna(), values.astype(str))
+    return pd.Series(pd.Categorical(text), index=values.index)
+
+
+@dataclass(frozen=True, eq=False)
+class GeneNames:
+    """The names of the genes of some stores, by frame, in JSON. Empty if the manifest does not have them."""
+
+    text: str
+
+    @cached_property
+    def of(self) -> Mapping[str, pd.Index]:
+        """The names in `"var"` and `"raw/var"`."""
+        found = parsed(self.text, "gene_names") if self.text else {}
+        return {frame: pd.Index(names, dtype=object) for frame, names in found.items() if frame != "version"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedNode:
+    """What is known of an array of all stores, without an array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    attrs: Mapping[str, Any]
+
+
+class StoreStack(OpenedStore):
+    """Some stores of a manifest. Its rows are theirs, one store after another."""
+
+    def __init__(
+        self, manifest: Location, table: pd.DataFrame, root: Location, keys: Sequence[str], genes: GeneNames
+    ) -> None:
+        """Nothing is read: `table` has the rows of the manifest. The stores have these keys below `root`."""
+        self.manifest, self.location, self._keys, self._genes = manifest, root, keys, genes
+        self.labels = table[labels_of(table)]
+        self.ends: Rows = np.cumsum(table["rows"].to_numpy(np.int64))
+        self.n_obs = int(self.ends[-1])
+        self.urls, self._stored, self._prints, self._stamps = (
+            table[name].tolist() for name in ("url", "stored", "fingerprint", "stamp")
+        )
+        self.fingerprint = joint_fingerprint(["stack", *self._prints])
+        self._layout = parsed(table["layout"].iloc[0], "layout")
+        self._obs = parsed(table["obs"].iloc[0], "obs")
+        self._matrices: dict[str, MatrixLayout] = {}
+        self._open: OrderedDict[int, OpenedStore] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def open(self, cache: Cache | None, *, number: int, offline: bool, opens: Opener) -> None:
+        """Opens the mirror of the stores. `opens` opens one of them, without a cache."""
+        self.offline, self._opens, self._cache = offline, opens, cache
+        known = cache is not None and all(self._stamps)
+        self.mirror_fingerprint = joint_fingerprint(["stack", *self._stamps]) if known else None
+        self.mirror_directory = None
+        if cache is not None and self.mirror_fingerprint is not None:
+            address = f"{self.manifest.address} ({number}: {len(self.urls)} stores)"
+            self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, address)
+        self._sharing, self._mirrors, self._offsets = None, {}, {}
+
+    # ---- what the manifest records
+
+    @cached_property
+    def objects(self) -> Listing:  # type: ignore[override]
+        """The objects of all recorded arrays."""
+        entries = (
+            (prefix + key, StoredObject(*entry))
+            for prefix, stored in zip(self._prefixes, self._records, strict=True)
+            for key, entry in stored["objects"].items()
+        )
+        try:
+            return Listing(entries)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"the objects in {self.manifest.url} cannot be used ({error}). {ADVICE}") from error
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:  # type: ignore[override]
+        return self.objects.sizes
+
+    @cached_property
+    def _records(self) -> list[Mapping[str, Any]]:
+        return [parsed(text, "stored") for text in self._stored]
+
+    @cached_property
+    def _prefixes(self) -> list[str]:
+        return list(self._keys) if self._layout["kind"] == "hdf5" else [f"{key}/" for key in self._keys]
+
+    @property
+    def modalities(self) -> list[str]:  # type: ignore[override]
+        return []
+
+    @property
+    def matrix_names(self) -> list[str]:  # type: ignore[override]
+        return list(self._layout["matrices"])
+
+    @property
+    def obs_columns(self) -> list[str]:  # type: ignore[override]
+        """The labels of the manifest, and the columns that every store has."""
+        return list(dict.fromkeys([*self.labels.columns, *self._obs["columns"]]))
+
+    def kinds(self, name: str) -> tuple[str, str]:
+        """The kind of values of an obs column of the stores, as `kind_of` names it, and as `info` shows it."""
+        kind, shown = self._obs["columns"][name]
+        return kind, shown
+
+    def keys(self, group: str) -> list[str]:
+        if group == "layers":
+            return sorted(name.removeprefix("layers/") for name in self.matrix_names if name.startswith("layers/"))
+        return sorted(self._obs["obsm"]) if group == "obsm" else []
+
+    def names(self, frame: str) -> pd.Index:
+        found = self._genes.of.get(frame)
+        return self.member(0).names(frame) if found is None else found
+
+    def length(self, frame: str) -> int:
+        return self.n_obs if frame == "obs" else int(self._layout["n_genes"][frame])
+
+    def node(self, path: str) -> Any:
+        group, _, name = path.partition("/")
+        if group == "obsm" and name in self._obs["obsm"]:
+            shape, dtype = self._obs["obsm"][name]
+            return StackedNode(shape=(self.n_obs, *shape), dtype=np.dtype(dtype), attrs={})
+        if group in ("obs", "obsm"):
+            return StackedNode(shape=(self.n_obs,), dtype=np.dtype(object), attrs={})
+        return self.member(0).node(path)
+
+    def element(self, path: str) -> Any:
+        if path.startswith(("var/", "raw/var/")):
+            raise OptionError(
+                f"the genes of {self.manifest.url} are joined by the names that were indexed: give genes_by to zl.index "
+                "instead of zl.open_dataset"
+            )
+        return self.member(0).element(path)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.matrix_names or path in ("obs", "var")
+
+    @property
+    def root(self) -> Any:
+        return self.member(0).root
+
+    def known_columns(self, frame: str) -> list[str]:
+        return self.obs_columns if frame == "obs" else []
+
+    def known_members(self, group: str) -> set[str]:
+        return set(self.obs_columns if group == "obs" else self.keys(group))
+
+    def known_length(self, frame: str) -> int | None:
+        return self.length(frame)
+
+    # ---- matrices
+
+    def matrix(self, name: str) -> MatrixLayout:
+        if name not in self._matrices:
+            if not isinstance(name, str) or name not in self.matrix_names:
+                raise FormatError(
+                    f"there is no matrix {name!r} in all stores of {self.manifest.url}; there are: "
+                    f"{', '.join(self.matrix_names)}{suggestion(name, self.matrix_names)}"
+                )
+            record = self._layout["matrices"][name]
+            arrays = [self._joined(name, common) for common in record["arrays"]]
+            genes = arrays[0] if len(arrays) > 1 else None
+            n_genes = self.length("raw/var" if name.startswith("raw/") else "var")
+            self._matrices[name] = MatrixLayout(
+                path=name, n_rows=self.n_obs, n_genes=n_genes, values=arrays[-1], genes=genes
+            )
+        return self._matrices[name]
+
+    def _joined(self, matrix: str, common: Mapping[str, Any]) -> ArrayLayout:
+        own = [self._own(store, common["path"]) for store in range(len(self.urls))]
+        return joined_layout(common, own, self._prefixes)
+
+    def _own(self, store: int, path: str) -> Sequence[Any]:
+        own = self._records[store].get("arrays", {}).get(path)
+        if not isinstance(own, list) or len(own) != 3:  # noqa: PLR2004
+            raise FormatError(f"{self.manifest.url} has no record of {path} of {self.urls[store]}. {ADVICE}")
+        return own
+
+    def shape(self, name: str) -> tuple[int, int]:
+        matrix = self.matrix(name)
+        return matrix.n_rows, matrix.n_genes
+
+    def offsets(self, matrix: MatrixLayout) -> NDArray[np.integer] | PagedOffsets | None:
+        if matrix.genes is None:
+            return None
+        if matrix.path not in self._offsets:
+            assert matrix.values.joined is not None
+            genes = matrix.genes.joined
+            if genes is None or (genes.ends != matrix.values.joined.ends).any():
+                raise FormatError(f"{self.manifest.url} has stores with more values than genes. {ADVICE}")
+            pages = ArrayLayout.plain(
+                f"{matrix.path}/indptr", np.dtype(np.int64), n_elements=self.n_obs + 1, chunk_elements=_PAGE_ROWS
+            )
+            mirror = None if self.mirror_directory is None else open_array(self.mirror_directory, pages)
+            self._offsets[matrix.path] = StackedOffsets(self, matrix, pages, mirror)
+        return self._offsets[matrix.path]
+
+    def indptr_part(self, matrix: str, store: int) -> MatrixPart:
+        """The offsets of one store, as a column of numbers."""
+        common = self._layout["matrices"][matrix]["indptr"]
+        layout = joined_layout(common, [self._own(store, common["path"])], self._prefixes[store : store + 1])
+        rows = MatrixLayout(path=layout.path, n_rows=layout.n_elements, n_genes=1, values=layout, genes=None)
+        return MatrixPart(
+            url=self.location.url,
+            matrix=rows,
+            indptr=None,
+            object_sizes=self._sizes,
+            source=self.source(FetchOptions()),
+            mirror=None,
+        )
+
+    def source(self, options: FetchOptions) -> ByteSource:
+        if self.offline:
+            return OfflineSource(self.location.url)
+        if self.location.scheme == "file":
+            return FileSource(self.location, self.objects, options, if_changed=ADVICE)
+        # Imported here because it imports TensorStore, which local stores do not need.
+        from zloader.reading.object_source import ObjectSource
+
+        return ObjectSource(self.location, self.objects, options, if_changed=ADVICE)
+
+    def recorded_dtypes(self, path: str) -> dict[str, Any]:
+        return dict(self._layout["matrices"][path]["dtypes"])
+
+    # ---- the stores themselves
+
+    def member(self, store: int) -> OpenedStore:
+        """One of the stores, opened. Raises StoreChangedError if it has changed since it was indexed."""
+        with self._lock:
+            if store in self._open:
+                self._open.move_to_end(store)
+                return self._open[store]
+        url = absolute(self.manifest, self.urls[store])
+        if self.offline:
+            raise OptionError(f"{url} has to be opened for this, and {self.manifest.url} was opened offline")
+        opened = self._opens(replace(self.manifest, url=url))
+        if opened.fingerprint != self._prints[store]:
+            raise StoreChangedError(f"{url} has changed since it was indexed in {self.manifest.url}. {ADVICE}")
+        with self._lock:
+            self._open[store] = opened
+            while len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        return opened
+
+
+class StackedOffsets(PagedOffsets):
+    """The row offsets of one matrix of all stores, numbered through, and read from the stores that a page covers."""
+
+    def __init__(self, stack: StoreStack, matrix: MatrixLayout, pages: ArrayLayout, mirror: MirrorArray | None) -> None:
+        assert matrix.values.joined is not None
+        self._stack, self._matrix, self._value_ends = stack, matrix.path, matrix.values.joined.ends
+        where = f"{matrix.path}/indptr of {stack.manifest.url}"
+        super().__init__(pages, self._entries, n_values=matrix.values.n_elements, where=where, mirror=mirror)
+
+    def _entries(self, start: int, stop: int) -> Rows:
+        return self._read_runs([(start, stop)])[0]
+
+    def _read_step(self, pages: Rows) -> list[tuple[int, Rows]]:
+        runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1)
+        bounds = [(int(run[0]) * self._width, (int(run[-1]) + 1) * self._width) for run in runs if len(run)]
+        last = self._pages.n_elements
+        found = self._read_runs([(start, min(stop, last)) for start, stop in bounds])
+        return [(start // self._width, values) for (start, _), values in zip(bounds, found, strict=True)]
+
+    def _read_runs(self, runs: Sequence[tuple[int, int]]) -> list[Rows]:
+        """The entries of each run, from the offsets of all stores that they need, which are read at once."""
+        ends = self._stack.ends
+        covered = [
+            np.arange(*(np.searchsorted(ends, (start, stop - 1), side="right") + (0, 1)))
+            for start, stop in runs
+        ]
+        stores = np.unique(np.concatenate([each[each < len(ends)] for each in covered]))
+        offsets = dict(zip(stores.tolist(), self._of_stores(stores), strict=True))
+        found = []
+        for (start, stop), run in zip(runs, covered, strict=True):
+            entries = [offsets[store] for store in run.tolist() if store < len(ends)]
+            first = int(ends[run[0] - 1]) if run[0] else 0
+            total = self._value_ends[-1:] if stop > ends[-1] else np.empty(0, np.int64)
+            found.append(np.concatenate([*entries, total])[start - first : stop - first])
+        return found
+
+    def _of_stores(self, stores: Rows) -> Iterator[Rows]:
+        """The offset of each row of some stores, among the values of all stores."""
+        parts = [self._stack.indptr_part(self._matrix, store) for store in stores.tolist()]
+        sizes = np.array([part.n_rows for part in parts], np.int64)
+        n_rows = np.diff(self._stack.ends, prepend=0)[stores]
+        if not len(stores):
+            return
+        column = PagedColumn(parts=parts)
+        recipe = Recipe(
+            x={},
+            form=Form(dense=True, dtype=None),
+            columns=RowColumns(obsm=lambda: {"": column.prepared()}, paged=[column]),
+        )
+        stored = read_at_once(recipe, np.arange(int(sizes.sum())), FetchOptions()).obsm[""].reshape(-1)
+        begins, n_values = np.cumsum(sizes) - sizes, np.diff(self._value_ends, prepend=0)[stores]
+        first_values = self._value_ends[stores] - n_values
+        for number, store in enumerate(stores.tolist()):
+            own = stored[begins[number] : begins[number] + sizes[number]].astype(np.int64)
+            if sizes[number] != n_rows[number] + 1 or own[0] or own[-1] != n_values[number]:
+                raise FormatError(
+                    f"{self._matrix}/indptr of {self._stack.urls[store]} does not have the rows and values that "
+                    f"{self._stack.manifest.url} records: the store is damaged. {ADVICE}"
+                )
+            yield own[:-1] + first_values[number]
