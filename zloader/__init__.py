@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from zloader.conversion.verify import Verification, verify
     from zloader.conversion.writing.encode import ConvertOptions
     from zloader.dataset.dataset import Dataset, View
+    from zloader.dataset.indexing import Indexed, index
     from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.warm import Warmed, warm
     from zloader.insight.quality import Quality, quality
@@ -76,6 +77,7 @@ __all__ = [
     "ConvertOptions",
     "Dataset",
     "FetchOptions",
+    "Indexed",
     "Loader",
     "MatchedControls",
     "Minibatch",
@@ -99,6 +101,7 @@ __all__ = [
     "append",
     "convert",
     "example_h5ad",
+    "index",
     "log1p_normalize",
     "open_dataset",
     "quality",
@@ -120,6 +123,7 @@ _MODULES = {
     "ConvertOptions": "zloader.conversion.writing.encode",
     "Dataset": "zloader.dataset.dataset",
     "FetchOptions": "zloader.common.options",
+    "Indexed": "zloader.dataset.indexing",
     "Loader": "zloader.training.loader",
     "MatchedControls": "zloader.order.controls",
     "Neighbors": "zloader.order.neighbors",
@@ -142,6 +146,7 @@ _MODULES = {
     "append": "zloader.conversion.append",
     "convert": "zloader.conversion.convert",
     "example_h5ad": "zloader.conversion.example",
+    "index": "zloader.dataset.indexing",
     "log1p_normalize": "zloader.training.normalization",
     "open_dataset": "zloader.dataset.open_dataset",
     "quality": "zloader.insight.quality",

@@ -31,7 +31,7 @@ from zloader.selecting.gene_names import (
     repeats,
     stored_positions,
 )
-from zloader.selecting.genes import ChosenGenes
+from zloader.selecting.genes import ChosenGenes, GenesApart
 
 _FRAMES = 16  # var frames in memory at a time, while they are merged
 
@@ -69,6 +69,37 @@ class GeneAxis:
         return [None if stored is None else genes for stored, genes in zip(self.stored, chosen, strict=True)]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SeparateAxis(GeneAxis):
+    """The genes of each list of genes side by side. Those of store k begin at column `begins[k]`."""
+
+    begins: Sequence[int]
+
+    def chosen(self, genes: ChosenGenes | None) -> list[ChosenGenes | None]:
+        made: dict[int, ChosenGenes | None] = {}
+        for begin, n_stored in zip(self.begins, self.n_stored, strict=True):
+            if begin not in made and genes is None:
+                made[begin] = GenesApart(first=begin, n_stored=n_stored, n_columns=len(self.names))
+            elif begin not in made and genes is not None:
+                own = genes.positions - begin
+                inside = (genes.positions >= begin) & (own < n_stored)
+                made[begin] = ChosenGenes(positions=np.where(inside, own, -1), n_stored=n_stored)
+        return [made[begin] for begin in self.begins]
+
+
+def _separate(of_stores: Sequence[pd.Index]) -> GeneAxis:
+    distinct = list({id(names): names for names in of_stores}.values())
+    ends = np.cumsum([len(names) for names in distinct]).tolist()
+    begins = {id(names): end - len(names) for names, end in zip(distinct, ends, strict=True)}
+    return SeparateAxis(
+        names=distinct[0].append(distinct[1:]),
+        stored=[],
+        n_stored=[len(names) for names in of_stores],
+        lost="",
+        begins=[begins[id(names)] for names in of_stores],
+    )
+
+
 def gene_axis(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> GeneAxis:
     """The joined genes of `"var"` or `"raw/var"`.
 
@@ -81,15 +112,17 @@ def gene_axis(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> Gene
         return distinct.setdefault(tuple(names), names)
 
     of_stores = concurrently(read, _named(stores, rule))
-    if rule.join is None:
+    if rule.join == "separate" and len(distinct) > 1:
+        return _separate(of_stores)
+    if rule.join in (None, "separate"):
         _require_same(stores, of_stores, frame)
     # A repeated join with the same names changes nothing. `distinct` has the order in which threads read them.
     joined = joined_names({id(names): names for names in of_stores}.values(), rule)
-    if rule.join != "outer":
+    if rule.join not in ("outer", "separate"):
         _require_shared(stores, of_stores, frame, joined, listing=rule.genes is not None)
     positions = {id(names): stored_positions(joined, names) for names in distinct.values()}
     located = _located(stores, of_stores)
-    lost = lost_genes(str(rule.join), located, rule.genes) if rule.join is not None and len(stores) > 1 else ""
+    lost = lost_genes(str(rule.join), located, rule.genes) if rule.join not in (None, "separate") and len(stores) > 1 else ""
     return GeneAxis(
         names=joined,
         stored=[positions[id(names)] for names in of_stores],
@@ -215,6 +248,15 @@ def merged_var(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin, names:
             merged = var if merged is None else _same_columns(merged, var)
     assert merged is not None
     return merged
+
+
+def separate_var(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> pd.DataFrame:
+    """The var of each list of genes, one after another, with the columns that all of them have."""
+    first_with: dict[tuple[str, ...], tuple[OpenedStore, Any]] = {}
+    for store, by in _named(stores, rule):
+        first_with.setdefault(tuple(gene_names(store, by, frame)), (store, by))
+    frames = concurrently(lambda one: _var_of(*one, frame), list(first_with.values()))
+    return pd.concat(frames, join="inner")
 
 
 def _var_of(store: OpenedStore, by: Any, frame: str) -> pd.DataFrame:

@@ -15,8 +15,9 @@ import pandas as pd
 
 from zloader.access.location import Location, location_of
 from zloader.access.stored_objects import mirror_fingerprint
+from zloader.access.zarr_groups import no_codec_warnings
 from zloader.caching.atomic_files import draft_path
-from zloader.common.errors import FormatError, MissingColumnError, OptionError, StoreNotFoundError
+from zloader.common.errors import FormatError, OptionError
 from zloader.common.keywords import answers
 from zloader.common.messages import listed
 from zloader.common.progress import progress_bars
@@ -104,9 +105,10 @@ def index(
         bar = bars.add("indexing", len(locations))
         rows: list[dict[str, Any]] = []
         try:
-            for found in threads.map(indexer.rows_of, locations):
-                rows += found
-                bar(1)
+            with no_codec_warnings():
+                for found in threads.map(indexer.rows_of, locations):
+                    rows += found
+                    bar(1)
         finally:
             threads.shutdown(cancel_futures=True)
     table = _table(rows, before)
@@ -282,5 +284,3 @@ def _write(destination: Location, content: bytes) -> None:
             draft.write_bytes(content)
             draft.replace(path)
 
-
-__all__ = ["Indexed", "MissingColumnError", "StoreNotFoundError", "index"]

@@ -79,7 +79,8 @@ class OpenedStores:
     def url(self) -> str:
         """The first URL and the number of further URLs and stores, for messages."""
         more = f" and {len(self.locations) - 1} more" if len(self.locations) > 1 else ""
-        stores = f" ({len(self.stores)} stores)" if len(self.stores) > 1 else ""
+        n_stores = sum(store.n_stores for store in self.stores)
+        stores = f" ({n_stores} stores)" if n_stores > 1 else ""
         return f"{self.locations[0].url}{more}{stores}"
 
     @property

@@ -49,6 +49,8 @@ _MOST_WHOLE = 4 << 20  # rows whose offsets are read at once: 32 MiB
 class OpenedStore(ModalElements):
     """One AnnData or MuData store, as it was when it was opened."""
 
+    n_stores = 1
+
     def __init__(
         self,
         location: Location,

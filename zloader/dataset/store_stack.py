@@ -166,6 +166,11 @@ class StoreStack(OpenedStore):
         return list(self._keys) if self._layout["kind"] == "hdf5" else [f"{key}/" for key in self._keys]
 
     @property
+    def n_stores(self) -> int:  # type: ignore[override]
+        """How many stores there are."""
+        return len(self.urls)
+
+    @property
     def modalities(self) -> list[str]:  # type: ignore[override]
         return []
 

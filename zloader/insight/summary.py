@@ -102,7 +102,7 @@ def summarize(dataset: Dataset) -> StoreSummary:
     stores = dataset.stores
     return StoreSummary(
         url=dataset.url,
-        stores=len(stores),
+        stores=sum(store.n_stores for store in stores),
         fingerprint=dataset.fingerprint,
         rows=dataset.n_obs,
         genes=dataset.n_vars,

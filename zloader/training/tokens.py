@@ -80,19 +80,23 @@ def bound_tokenizer(
         return None
     if layout == "anndata":
         raise OptionError("layout='anndata' has no place for tokens: take tokens= with another layout, or x=None")
-    var, by = dataset.matrices.var_of(tokens.x, chosen.get(tokens.x)), tokens.genes_by
-    if by is not None and by not in var.columns:
-        raise MissingColumnError(
-            f"var of {dataset.url} has no column {by!r} to name genes by; it has: "
-            f"{listed(var.columns)}{suggestion(by, map(str, var.columns))}"
-        )
-    names = pd.Series(var.index if by is None else var[by])
+    by, genes = tokens.genes_by, chosen.get(tokens.x)
+    if by is None:
+        names = pd.Series(dataset.matrices.gene_names(tokens.x, genes))
+    else:
+        var = dataset.matrices.var_of(tokens.x, genes)
+        if by not in var.columns:
+            raise MissingColumnError(
+                f"var of {dataset.url} has no column {by!r} to name genes by; it has: "
+                f"{listed(var.columns)}{suggestion(by, map(str, var.columns))}"
+            )
+        names = pd.Series(var[by])
     bound: BoundTokenizer = tokens.bind(
         GeneNames(
             names=[None if missing else str(name) for name, missing in zip(names, names.isna(), strict=True)],
             where=f"{tokens.x} of {dataset.url}",
             named_by="var_names" if by is None else f"var[{by!r}]",
-            other_names=lambda: _text_columns(var),
+            other_names=lambda: _text_columns(dataset.matrices.var_of(tokens.x, genes)),
         )
     )
     if isinstance(tokens, Geneformer) and tokens.n_counts is not None:
