@@ -30,7 +30,7 @@ from zloader.common.records import ByteSource, Rows
 from zloader.dataset.manifest import ADVICE, absolute, labels_of, parsed, root_and_key
 from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.dataset.store import OpenedStore
-from zloader.reading.column_rows import PagedColumn
+from zloader.reading.column_rows import LoadedColumn, PagedColumn
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart
@@ -243,7 +243,7 @@ class StoreStack(OpenedStore):
                     f"{', '.join(self.matrix_names)}{suggestion(name, self.matrix_names)}"
                 )
             record = self._layout["matrices"][name]
-            arrays = [self._joined(name, common) for common in record["arrays"]]
+            arrays = [self._joined(common) for common in record["arrays"]]
             genes = arrays[0] if len(arrays) > 1 else None
             n_genes = self.length("raw/var" if name.startswith("raw/") else "var")
             self._matrices[name] = MatrixLayout(
@@ -251,7 +251,7 @@ class StoreStack(OpenedStore):
             )
         return self._matrices[name]
 
-    def _joined(self, matrix: str, common: Mapping[str, Any]) -> ArrayLayout:
+    def _joined(self, common: Mapping[str, Any]) -> ArrayLayout:
         own = [self._own(store, common["path"]) for store in range(len(self.urls))]
         return joined_layout(common, own, self._prefixes)
 
@@ -280,15 +280,14 @@ class StoreStack(OpenedStore):
             self._offsets[matrix.path] = StackedOffsets(self, matrix, pages, mirror)
         return self._offsets[matrix.path]
 
-    def indptr_part(self, matrix: str, store: int) -> MatrixPart:
-        """The offsets of one store, as a column of numbers."""
-        common = self._layout["matrices"][matrix]["indptr"]
-        layout = joined_layout(common, [self._own(store, common["path"])], self._prefixes[store : store + 1])
-        rows = MatrixLayout(path=layout.path, n_rows=layout.n_elements, n_genes=1, values=layout, genes=None)
+    def indptr_part(self, matrix: str) -> MatrixPart:
+        """The offsets of all stores. Those of store k are row k."""
+        layout = self._joined(self._layout["matrices"][matrix]["indptr"])
+        assert layout.joined is not None
         return MatrixPart(
             url=self.location.url,
-            matrix=rows,
-            indptr=None,
+            matrix=MatrixLayout(path=layout.path, n_rows=len(self.urls), n_genes=1, values=layout, genes=None),
+            indptr=np.append(0, layout.joined.ends),
             object_sizes=self._sizes,
             source=self.source(FetchOptions()),
             mirror=None,
@@ -328,6 +327,19 @@ class StoreStack(OpenedStore):
         return opened
 
 
+class _OfStores(PagedColumn):
+    """A column whose row k is all that store k has of an array."""
+
+    def taken(self, rows: Rows, loaded: LoadedColumn) -> NDArray[Any]:
+        taken, (part,) = np.empty(len(rows), object), self.parts
+        assert isinstance(part.indptr, np.ndarray)
+        for _, here, elements in loaded:
+            stops = elements.starts + (part.indptr[rows[here] + 1] - part.indptr[rows[here]])
+            for place, start, stop in zip(np.arange(len(rows))[here].tolist(), elements.starts, stops, strict=True):
+                taken[place] = elements.source[start:stop]
+        return taken
+
+
 class StackedOffsets(PagedOffsets):
     """The row offsets of one matrix of all stores, numbered through, and read from the stores that a page covers."""
 
@@ -364,27 +376,20 @@ class StackedOffsets(PagedOffsets):
             found.append(np.concatenate([*entries, total])[start - first : stop - first])
         return found
 
+    @cached_property
+    def _stored(self) -> _OfStores:
+        return _OfStores(parts=[self._stack.indptr_part(self._matrix)])
+
     def _of_stores(self, stores: Rows) -> Iterator[Rows]:
         """The offset of each row of some stores, among the values of all stores."""
-        parts = [self._stack.indptr_part(self._matrix, store) for store in stores.tolist()]
-        sizes = np.array([part.n_rows for part in parts], np.int64)
-        n_rows = np.diff(self._stack.ends, prepend=0)[stores]
-        if not len(stores):
-            return
-        column = PagedColumn(parts=parts)
-        recipe = Recipe(
-            x={},
-            form=Form(dense=True, dtype=None),
-            columns=RowColumns(obsm=lambda: {"": column.prepared()}, paged=[column]),
-        )
-        stored = read_at_once(recipe, np.arange(int(sizes.sum())), FetchOptions()).obsm[""].reshape(-1)
-        begins, n_values = np.cumsum(sizes) - sizes, np.diff(self._value_ends, prepend=0)[stores]
-        first_values = self._value_ends[stores] - n_values
-        for number, store in enumerate(stores.tolist()):
-            own = stored[begins[number] : begins[number] + sizes[number]].astype(np.int64)
-            if sizes[number] != n_rows[number] + 1 or own[0] or own[-1] != n_values[number]:
+        n_rows, n_values = (np.diff(ends, prepend=0)[stores] for ends in (self._stack.ends, self._value_ends))
+        columns = RowColumns(obsm=lambda: {"": self._stored}, paged=[self._stored])
+        recipe = Recipe(x={}, form=Form(dense=True, dtype=None), columns=columns)
+        stored = read_at_once(recipe, stores, FetchOptions()).obsm[""]
+        for number, (store, own) in enumerate(zip(stores.tolist(), stored, strict=True)):
+            if len(own) != n_rows[number] + 1 or own[0] or own[-1] != n_values[number]:
                 raise FormatError(
                     f"{self._matrix}/indptr of {self._stack.urls[store]} does not have the rows and values that "
                     f"{self._stack.manifest.url} records: the store is damaged. {ADVICE}"
                 )
-            yield own[:-1] + first_values[number]
+            yield own[:-1].astype(np.int64) + (self._value_ends[store] - n_values[number])

@@ -6,7 +6,8 @@ choose it by the size of the array.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -124,9 +125,10 @@ class JoinedPlacement(Placement):
 
     def _own(self, number: int) -> tuple[int, int]:
         """The store of an object, and the number of the object there."""
-        store = int(np.searchsorted(self._first_objects, number, side="right")) - 1
-        return store, number - int(self._first_objects[store])
+        store = bisect.bisect_right(self._firsts, number) - 1
+        return store, number - self._firsts[store]
 
-    def keys(self) -> Iterator[str]:
-        """The keys of all objects."""
-        return map(self.key, range(self.n_objects(0)))
+    @cached_property
+    def _firsts(self) -> list[int]:
+        found: list[int] = self._first_objects.tolist()  # searching one number in a list is ten times as fast
+        return found
