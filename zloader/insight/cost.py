@@ -195,9 +195,8 @@ def read_indexes(
     """The index of each shard: the offset and size of its chunks. Raises the errors of ShardIndexes."""
     source, indexes = store.source(options), ShardIndexes(array, store.object_sizes(), store.location.url)
 
-    async def read(span: Span, _: int) -> bytes:
-        (stored,) = await source.read([span])
-        return stored
+    async def read(spans: Sequence[Span], _: int) -> Sequence[bytes]:
+        return await source.read(spans)
 
     async def produce(put: Put[dict[int, ObjectIndex]]) -> None:
         await put([await indexes.of(shards, read)], 0)

@@ -283,14 +283,14 @@ class ArrayReader:
 
     async def _indexes_of(self, chunks: Rows, turn: int) -> dict[int, ObjectIndex]:
         """The index of each shard that contains some of the chunks."""
-        return await self._indexes.of(self._planner.shards(chunks), partial(self._read_index, turn))
+        return await self._indexes.of(self._planner.shards(chunks), partial(self._read_spans, turn))
 
-    async def _read_index(self, turn: int, span: Span, attempt: int) -> bytes:
-        resources = self._resources
-        resources.counters.retries += attempt > 0
-        await resources.in_flight.acquire(span.size, turn)
+    async def _read_spans(self, turn: int, spans: Sequence[Span], attempt: int) -> Sequence[bytes]:
+        """The bytes of some indexes, within the bound of those in flight."""
+        resources, n_bytes = self._resources, sum(span.size for span in spans)
+        resources.counters.retries += len(spans) * (attempt > 0)
+        await resources.in_flight.acquire(n_bytes, turn)
         try:
-            (stored,) = await resources.read([span], again=attempt > 0)
-            return stored
+            return await resources.read(spans, again=attempt > 0)
         finally:
-            resources.in_flight.release(span.size)
+            resources.in_flight.release(n_bytes)

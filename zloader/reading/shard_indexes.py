@@ -10,8 +10,9 @@ from zloader.common.records import Span
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.placement import ObjectIndex
 
-# Reads a span of a shard. The number is that of the attempt, from 0.
-ReadIndex = Callable[[Span, int], Awaitable[bytes]]
+# Reads spans of shards. The number is that of the attempt, from 0.
+ReadIndexes = Callable[[Sequence[Span], int], Awaitable[Sequence[bytes]]]
+_AT_ONCE = 16  # indexes that one task reads
 
 
 class ShardIndexes:
@@ -29,37 +30,40 @@ class ShardIndexes:
         """An index that is corrupt is read `rereads` times more."""
         self._layout, self._object_sizes, self._url, self._rereads = layout, object_sizes, url, rereads
         self._known: dict[int, ObjectIndex] = {} if known is None else known
-        self._reading: dict[int, asyncio.Task[ObjectIndex]] = {}
+        self._reading: dict[int, asyncio.Task[dict[int, ObjectIndex]]] = {}
 
-    async def of(self, shards: Sequence[int], read: ReadIndex) -> dict[int, ObjectIndex]:
+    async def of(self, shards: Sequence[int], read: ReadIndexes) -> dict[int, ObjectIndex]:
         """The index of each shard. Costs one read per shard that is not known, or none if the array has no shards.
 
         Raises MissingObjectError if a required shard is missing, CorruptChunkError, and any ReadError.
         """
-        await asyncio.gather(*(self._learn(shard, read) for shard in shards if shard not in self._known))
+        unknown = [shard for shard in shards if shard not in self._known]
+        new = [shard for shard in unknown if shard not in self._reading]
+        for first in range(0, len(new), _AT_ONCE):
+            some = new[first : first + _AT_ONCE]
+            self._reading.update(dict.fromkeys(some, asyncio.ensure_future(self._read(some, read))))
+        for found in await asyncio.gather(*{self._reading[shard] for shard in unknown}):
+            self._known.update(found)
         return {shard: self._known[shard] for shard in shards}
 
-    async def _learn(self, shard: int, read: ReadIndex) -> None:
-        if shard not in self._reading:
-            self._reading[shard] = asyncio.ensure_future(self._read(shard, read))
-        self._known[shard] = await self._reading[shard]
-
-    async def _read(self, shard: int, read: ReadIndex) -> ObjectIndex:
-        size = self._object_sizes.get(self._layout.shard_key(shard))
-        found = self._layout.find_index(shard, size, self._url)
-        if not isinstance(found, Span):
-            return ObjectIndex(found)
-        assert size is not None
-        attempt = 0
-        while True:
-            stored = await read(found, attempt)
-            try:
-                return ObjectIndex(self._layout.placement.parse(stored, shard, size))
-            except CorruptChunkError as error:
-                if attempt == self._rereads:
-                    where = f"{self._url}: {found.key} bytes {found.start}-{found.stop - 1}"
-                    raise explained(error, where) from error
-            attempt += 1
+    async def _read(self, shards: Sequence[int], read: ReadIndexes) -> dict[int, ObjectIndex]:
+        sizes = {shard: self._object_sizes.get(self._layout.shard_key(shard)) for shard in shards}
+        found = {shard: self._layout.find_index(shard, size, self._url) for shard, size in sizes.items()}
+        indexes = {shard: ObjectIndex(each) for shard, each in found.items() if not isinstance(each, Span)}
+        left = {shard: each for shard, each in found.items() if isinstance(each, Span)}
+        for attempt in range(self._rereads + 1):
+            if not left:
+                break
+            for shard, stored in zip(list(left), await read(list(left.values()), attempt), strict=True):
+                try:
+                    indexes[shard] = ObjectIndex(self._layout.placement.parse(stored, shard, sizes[shard] or 0))
+                    del left[shard]
+                except CorruptChunkError as error:
+                    if attempt == self._rereads:
+                        span = left[shard]
+                        where = f"{self._url}: {span.key} bytes {span.start}-{span.stop - 1}"
+                        raise explained(error, where) from error
+        return indexes
 
 
 def explained(error: CorruptChunkError, where: str) -> CorruptChunkError:
