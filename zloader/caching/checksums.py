@@ -35,10 +35,8 @@ from zloader.storage.layout import ArrayLayout
 log = logging.getLogger("zloader")
 
 PRESENT = 1 << 32  # set in the word of every present chunk, since a checksum can be 0
-_MAGIC = {
-    suffix: int.from_bytes(name, "little")
-    for suffix, name in (("sums", b"zloader3"), ("places", b"zplaces3"), ("blocks", b"zblocks1"), ("bounds", b"zbounds1"))
-}
+_NAMES = {"sums": b"zloader3", "places": b"zplaces3", "blocks": b"zblocks1", "bounds": b"zbounds1"}
+_MAGIC = {suffix: int.from_bytes(name, "little") for suffix, name in _NAMES.items()}
 _WORDS = {"sums": 1, "places": 3, "blocks": 3, "bounds": 3}  # per chunk
 _HEADER = 8  # words
 _WINDOW = 1 << 20  # chunks read at a time

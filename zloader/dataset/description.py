@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from zloader.common.messages import listed
 from zloader.dataset.store import OpenedStore
@@ -74,8 +73,9 @@ def _head(
 
 
 def _groups(stores: Sequence[OpenedStore], *, joined: bool) -> dict[str, list[str]]:
+    in_obs = [store.known_members("obs") for store in stores]
     return {
-        "obs": [name for name in stores[0].known_columns("obs") if all(name in store.known_members("obs") for store in stores)],
+        "obs": [name for name in stores[0].known_columns("obs") if all(name in members for members in in_obs)],
         "var": [] if joined else stores[0].known_columns("var"),
         "obsm": sorted(set.intersection(*(store.known_members("obsm") for store in stores))),
         "mod": sorted(set.intersection(*(store.known_members("mod") for store in stores))),

@@ -122,7 +122,8 @@ def gene_axis(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> Gene
         _require_shared(stores, of_stores, frame, joined, listing=rule.genes is not None)
     positions = {id(names): stored_positions(joined, names) for names in distinct.values()}
     located = _located(stores, of_stores)
-    lost = lost_genes(str(rule.join), located, rule.genes) if rule.join not in (None, "separate") and len(stores) > 1 else ""
+    is_joined = rule.join not in (None, "separate") and len(stores) > 1
+    lost = lost_genes(str(rule.join), located, rule.genes) if is_joined else ""
     return GeneAxis(
         names=joined,
         stored=[positions[id(names)] for names in of_stores],

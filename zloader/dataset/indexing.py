@@ -23,7 +23,7 @@ from zloader.common.messages import listed
 from zloader.common.progress import progress_bars
 from zloader.dataset.gene_axis import gene_names
 from zloader.dataset.h5ad import OpenedFile
-from zloader.dataset.manifest import COLUMNS, VERSION, absolute, is_manifest, read_manifest, relative, written
+from zloader.dataset.manifest import COLUMNS, VERSION, absolute, is_manifest, read_manifest, relative, url_of, written
 from zloader.dataset.modalities import path_of
 from zloader.dataset.opening import open_stores
 from zloader.dataset.stack_columns import columns_of
@@ -76,8 +76,8 @@ def index(
     - `manifest`: the file to write, ending in .parquet (with the extra `parquet`) or .csv, best beside the stores: what
       is beside it or below is recorded relative to it, so that all can be moved or copied together.
     - `genes_by`: the var column that names the genes, instead of var_names.
-    - `update`: the manifest may exist. Stores that it has, and that have not changed, are not read again. Its columns of
-      labels stay. Stores that are not among `urls` are left out.
+    - `update`: the manifest may exist. Stores that it has and that have not changed are not read again, and its columns
+      of labels stay. Stores that are not among `urls` are left out.
     - `overwrite`: the manifest may exist, and is replaced.
     - `storage_options`: as in `open_dataset`, for all URLs.
 
@@ -160,8 +160,7 @@ class _Indexer:
 
     def _row(self, store: OpenedStore) -> dict[str, Any]:
         location = store.location
-        url = location.path if location.scheme == "file" else location.url.rstrip("/")
-        known = self._before.get((url, store.fingerprint))
+        known = self._before.get((url_of(location), store.fingerprint))
         stamp = mirror_fingerprint(location.url, location.origin, store.objects) or ""
         if known is not None and known["stamp"] == stamp and known["gene_names"]:
             self.n_reused += 1
@@ -180,22 +179,26 @@ def _recorded(store: OpenedStore, genes_by: str | None) -> dict[str, Any]:
             f"{store.location.url} has the modalities {listed(store.modalities)}, and a manifest has stores with one "
             "matrix X: convert one of them, as in zloader convert cite.h5mu/rna rna.zarr"
         )
-    matrices, arrays, objects = {}, {}, {}
+    matrices: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for name in _readable(store):
         matrix = store.matrix(name)
-        records = {"indptr": None, "arrays": [], "dtypes": store.recorded_dtypes(path_of(name))}
-        for layout in (*matrix.arrays, *([] if matrix.genes is None else [store.array_layout(f"{name}/indptr")])):
-            common, arrays[layout.path] = record_of(layout)
+        layouts = [*matrix.arrays, *([] if matrix.genes is None else [store.array_layout(f"{name}/indptr")])]
+        common = []
+        for layout in layouts:
+            of_array, arrays[layout.path] = record_of(layout)
+            common.append(of_array)
             objects |= _objects(store, layout)
-            if layout.path.endswith("/indptr"):
-                records["indptr"] = common
-            else:
-                records["arrays"].append(common)
-        matrices[name] = records
+        matrices[name] = {
+            "arrays": common[: len(matrix.arrays)],
+            "indptr": common[-1] if matrix.genes is not None else None,
+            "dtypes": store.recorded_dtypes(path_of(name)),
+        }
     frames = ["var", "raw/var"] if "raw/X" in matrices else ["var"]
     genes = {frame: gene_names(store, genes_by, frame).tolist() for frame in frames}
     names = json.dumps({"version": VERSION, **genes})
-    layout = {
+    layout_document = {
         "version": VERSION,
         "kind": "hdf5" if isinstance(store, OpenedFile) else "zarr",
         "n_genes": {frame: len(names) for frame, names in genes.items()},
@@ -206,7 +209,7 @@ def _recorded(store: OpenedStore, genes_by: str | None) -> dict[str, Any]:
     return {
         "gene_set": hashlib.sha256(names.encode()).hexdigest()[:16],
         "gene_names": names,
-        "layout": json.dumps(layout, sort_keys=True, default=_plain),
+        "layout": json.dumps(layout_document, sort_keys=True, default=_plain),
         "stored": json.dumps({"arrays": arrays, "objects": objects}),
         "obs": json.dumps({"version": VERSION, "columns": kinds, "obsm": _obsm(store)}),
         "labels": dict(_labels(store)),
@@ -262,7 +265,8 @@ def _table(rows: list[dict[str, Any]], before: pd.DataFrame | None) -> pd.DataFr
     """The manifest. Stores that can be read as one follow one another."""
     known = [] if before is None else [name for name in before.columns if name not in COLUMNS]
     automatic = [set(row["labels"]) for row in rows if "reused" not in row and row["rows"]]
-    shared = list(dict.fromkeys(name for row in rows for name in row["labels"] if all(name in one for one in automatic)))
+    found = dict.fromkeys(name for row in rows for name in row["labels"])
+    shared = [name for name in found if all(name in of_store for of_store in automatic)]
     table = pd.DataFrame([{name: row[name] for name in COLUMNS} for row in rows])
     for name in [*known, *(each for each in shared if each not in known and before is None)]:
         table[name] = [row.get("reused", {}).get(name, row["labels"].get(name)) for row in rows]
@@ -283,4 +287,3 @@ def _write(destination: Location, content: bytes) -> None:
         with draft_path(path) as draft:
             draft.write_bytes(content)
             draft.replace(path)
-

@@ -9,8 +9,8 @@ pandas. Each other column is an obs column of the dataset, with one label or num
 - `fingerprint`: of its objects as they were listed. `stamp` is the same with the times of local files, for the mirror,
   and is empty if a change of the store could not be detected.
 - `gene_set`: a hash of its genes, and `gene_names` the genes in JSON, in one row of each set.
-- `layout`: what its matrices have in common with those of stores that are written alike, and `stored` the rest, with its
-  objects, in JSON.
+- `layout`: what its matrices have in common with those of stores that are written alike, in JSON, and `stored` the
+  rest, with its objects.
 - `obs`: its obs columns and obsm arrays, in JSON.
 """
 
@@ -20,7 +20,6 @@ import io
 import json
 import posixpath
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -82,7 +81,7 @@ def _parsed(path: str, content: bytes) -> pd.DataFrame:
 def written(table: pd.DataFrame, path: str) -> bytes:
     """The content of a manifest at a path. Raises OptionError if pyarrow is missing."""
     if path.endswith(".csv"):
-        return table.to_csv(index=False).encode()
+        return str(table.to_csv(index=False)).encode()
     content = io.BytesIO()
     try:
         table.to_parquet(content, index=False, compression="zstd")
@@ -136,15 +135,16 @@ def _parent(location: Location) -> str:
 
 def relative(manifest: Location, location: Location) -> str:
     """The URL of a store as the manifest has it: relative if the store is beside the manifest or below."""
-    own, above = (location.path, f"{_parent(manifest)}/") if location.scheme == "file" else (location.url.rstrip("/"), "")
-    if location.scheme != "file" and manifest.scheme != "file":
-        above = f"{_parent(manifest)}/"
-    is_below = bool(above) and own.startswith(above) and manifest.scheme == location.scheme and not location.is_web
+    own, above = url_of(location), f"{_parent(manifest)}/"
+    is_below = manifest.scheme == location.scheme and own.startswith(above) and not location.is_web
     return own[len(above) :] if is_below else own
+
+
+def url_of(location: Location) -> str:
+    """The absolute path or the URL of a store, without a slash at its end."""
+    return location.path if location.scheme == "file" else location.url.rstrip("/")
 
 
 def absolute(manifest: Location, url: str) -> str:
     """The URL of a store, as it is opened."""
-    return url if "://" in url or url.startswith("/") else str(Path(_parent(manifest), url)) if (
-        manifest.scheme == "file"
-    ) else f"{_parent(manifest)}/{url}"
+    return url if "://" in url or url.startswith("/") else f"{_parent(manifest)}/{url}"

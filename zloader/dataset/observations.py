@@ -31,7 +31,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
-from zloader.dataset.stack_columns import columns_of, names_of
+from zloader.dataset.stack_columns import columns_of, obs_names_of
 from zloader.reading.column_rows import PagedColumn
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form
@@ -84,7 +84,7 @@ class Observations:
         self._opened = opened
         self._stores = opened.stores
         self._directory = opened.mirror_directory
-        self._names = [names_of(store) for store in opened.stores]
+        self._names = [obs_names_of(store) for store in opened.stores]
         self._of_stores = [columns_of(store) for store in opened.stores]
         self.paged = PagedColumns(opened, self._of_stores)
         self._columns: dict[str, ObsColumn] = {}

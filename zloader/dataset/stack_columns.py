@@ -33,7 +33,7 @@ def columns_of(store: OpenedStore) -> StoreColumns:
     return WholeColumns(store) if store.modalities else StoreColumns(store)
 
 
-def names_of(store: OpenedStore) -> ObsNames:
+def obs_names_of(store: OpenedStore) -> ObsNames:
     """The obs names of a store."""
     return StackNames(store) if isinstance(store, StoreStack) else ObsNames(store)
 
@@ -67,14 +67,13 @@ class StackColumns(StoreColumns):
             return label[self._store_of if rows is None else np.searchsorted(self._stack.ends, rows, side="right")]
         if rows is None:
             return concatenated(name, self._of_each(lambda columns: columns.column(name)))
-        parts = shares(self._stack.ends, rows)
-        firsts = np.append(0, self._stack.ends)
-        taken = concatenated(
-            name,
-            concurrently(
-                lambda part: columns_of(self._stack.member(part[0])).column(name, rows[part[1]] - firsts[part[0]]), parts
-            ),
-        )
+        parts, firsts = shares(self._stack.ends, rows), np.append(0, self._stack.ends)
+
+        def read(part: tuple[int, Rows | slice]) -> Any:
+            store, here = part
+            return columns_of(self._stack.member(store)).column(name, rows[here] - firsts[store])
+
+        taken = concatenated(name, concurrently(read, parts))
         at = np.concatenate([np.arange(len(rows))[here] for _, here in parts])
         return taken[np.argsort(at)]
 
@@ -102,15 +101,13 @@ class StackColumns(StoreColumns):
 
     def _of_each(self, read: Callable[[StoreColumns], Result]) -> list[Result]:
         """What is read of each store, some stores at once."""
-        return concurrently(
-            lambda number: read(columns_of(self._stack.member(number))), range(len(self._stack.ends))
-        )
+        return concurrently(lambda number: read(columns_of(self._stack.member(number))), range(len(self._stack.ends)))
 
 
 class StackNames(ObsNames):
     """The obs names of some stores of a manifest, in segments of many stores."""
 
-    _segment_rows = _SEGMENT_ROWS  # type: ignore[assignment]
+    _segment_rows = _SEGMENT_ROWS
 
     def whole(self) -> Any:
         return self.of(np.arange(self._store.n_obs), keep=False)

@@ -60,7 +60,7 @@ def stacks_of(
         gene_set: text for gene_set, text in zip(table["gene_set"], table["gene_names"], strict=True) if text
     }
     genes = {gene_set: GeneNames(text) for gene_set, text in names.items()}
-    stacks = []
+    stacks: list[StoreStack] = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(table)], strict=True):
         for first in range(begin, end, _MOST_STORES):
             some = slice(first, min(first + _MOST_STORES, end))
@@ -171,15 +171,15 @@ class StoreStack(OpenedStore):
         return len(self.urls)
 
     @property
-    def modalities(self) -> list[str]:  # type: ignore[override]
+    def modalities(self) -> list[str]:
         return []
 
     @property
-    def matrix_names(self) -> list[str]:  # type: ignore[override]
+    def matrix_names(self) -> list[str]:
         return list(self._layout["matrices"])
 
     @property
-    def obs_columns(self) -> list[str]:  # type: ignore[override]
+    def obs_columns(self) -> list[str]:
         """The labels of the manifest, and the columns that every store has."""
         return list(dict.fromkeys([*self.labels.columns, *self._obs["columns"]]))
 
@@ -212,8 +212,8 @@ class StoreStack(OpenedStore):
     def element(self, path: str) -> Any:
         if path.startswith(("var/", "raw/var/")):
             raise OptionError(
-                f"the genes of {self.manifest.url} are joined by the names that were indexed: give genes_by to zl.index "
-                "instead of zl.open_dataset"
+                f"the genes of {self.manifest.url} are joined by the names that were indexed: give genes_by to "
+                "zl.index instead of zl.open_dataset"
             )
         return self.member(0).element(path)
 
@@ -257,7 +257,7 @@ class StoreStack(OpenedStore):
 
     def _own(self, store: int, path: str) -> Sequence[Any]:
         own = self._records[store].get("arrays", {}).get(path)
-        if not isinstance(own, list) or len(own) != 3:  # noqa: PLR2004
+        if not isinstance(own, list) or len(own) != 3:
             raise FormatError(f"{self.manifest.url} has no record of {path} of {self.urls[store]}. {ADVICE}")
         return own
 
@@ -362,10 +362,8 @@ class StackedOffsets(PagedOffsets):
     def _read_runs(self, runs: Sequence[tuple[int, int]]) -> list[Rows]:
         """The entries of each run, from the offsets of all stores that they need, which are read at once."""
         ends = self._stack.ends
-        covered = [
-            np.arange(*(np.searchsorted(ends, (start, stop - 1), side="right") + (0, 1)))
-            for start, stop in runs
-        ]
+        bounds = np.searchsorted(ends, [(start, stop - 1) for start, stop in runs], side="right")
+        covered = [np.arange(first, last + 1) for first, last in bounds.tolist()]
         stores = np.unique(np.concatenate([each[each < len(ends)] for each in covered]))
         offsets = dict(zip(stores.tolist(), self._of_stores(stores), strict=True))
         found = []

@@ -18,7 +18,6 @@ from zloader.storage import hdf5_filters
 from zloader.storage.coded_rows import likely_bytes
 from zloader.storage.coders import PREFIX
 from zloader.storage.layout import ArrayLayout, MatrixLayout
-from zloader.storage.metadata import stored_length
 
 _OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
 

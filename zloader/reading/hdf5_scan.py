@@ -211,6 +211,7 @@ def _chunk_table(node: h5py.Dataset, chunks: list[int], filters: list[dict[str, 
     compressed = [number for number, each in enumerate(filters) if each["name"] not in ("shuffle", "fletcher32")]
     overhead = 4 * sum(each["name"] == "fletcher32" for each in filters)
     skipping = sum(1 << number for number in compressed)
+    as_large: dict[bool, Any] = {}  # a chunk of the size of a plain one that was compressed, and one that was not
 
     def add(info: Any) -> None:
         place = 0
@@ -220,12 +221,18 @@ def _chunk_table(node: h5py.Dataset, chunks: list[int], filters: list[dict[str, 
             place = place * size + offset // chunk
         # A filter may leave out a chunk that it cannot make smaller. Its size says so, or else the file is refused.
         skipped = bool(compressed) and info.filter_mask == skipping
-        if (info.filter_mask and not skipped) or (compressed and skipped != (info.size == raw + overhead)):
+        if (info.filter_mask and not skipped) or (skipped and info.size != raw + overhead):
             raise _Refused(f"its chunk at {info.chunk_offset} was written with some of its filters only")
+        if info.size == raw + overhead:
+            as_large[not skipped] = info.chunk_offset
         table[place] = info.byte_offset + base, info.size
 
     if len(table):
         node.id.chunk_iter(add)
+    if compressed and len(as_large) > 1:
+        raise _Refused(f"its chunk at {as_large[True]} is as large compressed as it is plain")
+    for number in compressed:
+        filters[number]["skips"] = False in as_large
     return table
 
 

@@ -180,7 +180,8 @@ class GeneJoin:
         if self.join is None or (isinstance(self.join, str) and self.join in ("inner", "outer", "separate")):
             return
         if isinstance(self.join, str | bytes) or not isinstance(self.join, Iterable):
-            raise OptionError(f"join must be 'inner', 'outer', 'separate', None or a list of genes, not {self.join!r:.100}")
+            known = "'inner', 'outer', 'separate', None or a list of genes"
+            raise OptionError(f"join must be {known}, not {self.join!r:.100}")
         genes = names_of(join=self.join)
         if not genes:
             raise OptionError("join lists no gene: list at least one, or pass 'inner', 'outer' or None")

@@ -50,7 +50,10 @@ def filters_codecs(
 
 
 class Hdf5Filters:
-    """The filters of an array. `swapped` says that its elements are big-endian."""
+    """The filters of an array. `swapped` says that its elements are big-endian.
+
+    A filter that `skips` chunks has left those as they are that have the size of a plain chunk.
+    """
 
     def __init__(self, filters: Sequence[Mapping[str, Any]], *, swapped: bool) -> None:
         self._filters, self._swapped = list(filters), swapped
@@ -64,7 +67,7 @@ class Hdf5Filters:
                 chunk = _checked(chunk)
             elif name == "shuffle":
                 chunk = _unshuffled(chunk, each["item"])
-            elif len(chunk) != most:
+            elif len(chunk) != most or not each.get("skips", True):
                 chunk = np.frombuffer(_DECOMPRESSORS[name](chunk, most), np.uint8)
         if len(chunk) != most:
             raise ValueError(f"it has {len(chunk)} bytes instead of {most}")
