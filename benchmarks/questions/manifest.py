@@ -80,7 +80,7 @@ def measure(url: str, cache: str, n_rows: int) -> dict[str, float]:
         "rows_per_s": seen / (ended - first),
         "cpu_s": usage.user + usage.system,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "files": len(os.listdir("/proc/self/fd")),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
     }
 
 

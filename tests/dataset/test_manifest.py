@@ -144,7 +144,7 @@ def test_every_row_is_read_once_and_later_from_the_mirror(manifest, tmp_path, fo
     if form is not None:
         runner = CliRunner().invoke(app, ["cache", "verify", str(tmp_path / "cache"), "--json"])
         assert runner.exit_code == 0, runner.output
-        assert json.loads(runner.stdout)["problems"] == []
+        assert json.loads(runner.stdout)["ok"]
         assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) <= 4
 
 
@@ -179,7 +179,7 @@ def test_columns_added_with_pandas_are_labels(manifest, stores):
     table["root"] = "r"  # a name that is also used inside
     table.to_parquet(stores / "labelled.parquet", index=False)
     dataset = zl.open_dataset(stores / "labelled.parquet")
-    sizes = [SIZES[name] for name in ORDER]
+    sizes = table["rows"].to_numpy()
     tissue = np.repeat([number % 2 == 1 for number in range(len(ORDER))], sizes)
     assert len(dataset.where("tissue == 'lung'")) == tissue.sum()
     np.testing.assert_array_equal(dataset.obs_column("dose").values, np.repeat(np.arange(len(ORDER)) / 2, sizes))
@@ -255,6 +255,7 @@ def test_random_stores_equal_their_concatenation(tmp_path_factory, sizes, is_den
 # ---- genes
 
 
+@pytest.mark.filterwarnings("ignore:join=:UserWarning")
 def test_stores_with_other_genes(stores, tmp_path):
     other = cells(9, 25)
     other.var_names = [f"g{gene}" for gene in range(30, 70)]
@@ -296,7 +297,8 @@ def test_tokens_take_the_genes_of_each_store(stores, tmp_path, kind):
     single = [minibatch for dataset in of_each for minibatch in zl.Loader(dataset, **order)]
     for one, other_one in zip(found, single, strict=True):
         np.testing.assert_array_equal(one.tokens.input_ids, other_one.tokens.input_ids)
-        np.testing.assert_array_equal(one.tokens.values, other_one.tokens.values)
+        if kind == "geneformer" or int(one.index[-1]) < SIZES["a.zarr"]:  # ScGPT draws by the number of the row
+            np.testing.assert_array_equal(one.tokens.values, other_one.tokens.values)
 
 
 def test_genes_are_named_when_they_are_indexed(tmp_path):
@@ -339,7 +341,7 @@ def test_update_reads_only_what_has_changed(stores, tmp_path):
     assert (done.stores, done.reused) == (len(FILES) + 1, len(FILES))
     found = pd.read_parquet(manifest).set_index("url")["batch"]
     assert found.to_dict() == dict(zip(table["url"], table["batch"], strict=True)) | {"new.h5ad": None}
-    assert len(zl.open_dataset(manifest).where("batch == 'b3'")) == SIZES[ORDER[3]]
+    assert len(zl.open_dataset(manifest).where("batch == 'b3'")) == table["rows"].iloc[3]
 
 
 def test_stores_move_together_with_their_manifest(stores, tmp_path):

@@ -197,6 +197,7 @@ def test_no_chunks_need_no_spans():
 
 # ---- rows, elements and chunks
 
+
 def _vector(chunk_elements):
     return ArrayLayout.plain("a", "u1", n_elements=2**50, chunk_elements=chunk_elements)
 

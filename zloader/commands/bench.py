@@ -211,7 +211,7 @@ def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
         urls=flags.urls,
         rows=rows,
         genes=genes,
-        local=all(store.location.scheme == "file" for store in loader.dataset.stores),
+        local=all(store.read_from.scheme == "file" for store in loader.dataset.stores),
         cache=flags.cache,
         batch_size=flags.sizes["batch_size"],
         step_s=flags.step_s,

@@ -6,6 +6,7 @@ its dataset. It adds a set of rows, at one bit per row of the dataset, or a pane
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -64,16 +65,19 @@ def _reopen(
     locations: Sequence[Location],
     cache: Cache | None,
     offline: bool,
-    fingerprints: Mapping[str, str],
+    fingerprints: Sequence[tuple[str, str]],
     rule: GeneJoin,
 ) -> Dataset:
     """Unpickles a Dataset. Raises StoreChangedError if a store has changed since."""
     dataset = open_locations(locations, cache, offline=offline, rule=rule)
-    found = {store.location.url: store.fingerprint for store in dataset.stores}
-    for url in [*found, *fingerprints]:
-        if found.get(url) != fingerprints.get(url):
-            raise StoreChangedError(f"{url} has changed since it was opened: open it again")
+    for before, found in itertools.zip_longest(fingerprints, _fingerprints(dataset)):
+        if before != found:
+            raise StoreChangedError(f"{(before or found)[0]} has changed since it was opened: open it again")
     return dataset
+
+
+def _fingerprints(dataset: Dataset) -> list[tuple[str, str]]:
+    return [(store.location.url, store.fingerprint) for store in dataset.stores]
 
 
 def _is_all(chosen: Any) -> bool:
@@ -129,9 +133,8 @@ class Dataset(Table):
     """
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
-        fingerprints = {store.location.url: store.fingerprint for store in self.stores}
         rule = self.matrices.rule
-        return _reopen, (self._opened.locations, self.cache, self._opened.offline, fingerprints, rule)
+        return _reopen, (self._opened.locations, self.cache, self._opened.offline, _fingerprints(self), rule)
 
     def __repr__(self) -> str:
         return self._described(described)

@@ -53,6 +53,10 @@ class OpenedFile(OpenedStore):
         self.folder, self.name = file_of(location)
         self._sizes = {self.name: objects[""].size}
 
+    @property
+    def read_from(self) -> Location:
+        return self.folder
+
     @cached_property
     def index(self) -> Hdf5Index:
         """What the file says about itself. Reading it starts a process, unless the mirror has it."""

@@ -152,9 +152,9 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
     return list(_members(location, objects, origin=origin, cache=cache, offline=offline))
 
 
-def _member(location: Location) -> OpenedStore:
-    """A store of a manifest, without a cache of its own, which would be one directory for each of thousands."""
-    (store,) = open_stores(location, None)
+def _member(location: Location, cache: Cache | None, offline: bool) -> OpenedStore:
+    """A store of a manifest."""
+    (store,) = open_stores(location, cache, offline=offline)
     return store
 
 

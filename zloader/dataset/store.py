@@ -82,6 +82,11 @@ class OpenedStore(ModalElements):
             save_listing(self.mirror_directory, origin, objects)
 
     @property
+    def read_from(self) -> Location:
+        """Where the keys of the objects of matrices are."""
+        return self.location
+
+    @property
     def root(self) -> Any:
         """The root zarr group. A forked process opens it again, because it cannot use its parent's connections."""
         if self._opened[0] != os.getpid():

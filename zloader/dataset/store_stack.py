@@ -43,7 +43,7 @@ _MOST_STORES = 1 << 14  # in a stack: the mirror of a stack is another one once 
 _MOST_OPEN = 64
 _PAGE_ROWS = 1 << 12  # of offsets: a page is read from the stores that it covers
 
-Opener = Callable[[Location], OpenedStore]
+Opener = Callable[[Location, Cache | None, bool], OpenedStore]
 
 
 def stacks_of(
@@ -113,7 +113,7 @@ class StoreStack(OpenedStore):
         self, manifest: Location, table: pd.DataFrame, root: Location, keys: Sequence[str], genes: GeneNames
     ) -> None:
         """Nothing is read: `table` has the rows of the manifest. The stores have these keys below `root`."""
-        self.manifest, self.location, self._keys, self._genes = manifest, root, keys, genes
+        self.location, self._root, self._keys, self._genes = manifest, root, keys, genes
         self.labels = table[labels_of(table)]
         self.ends: Rows = np.cumsum(table["rows"].to_numpy(np.int64))
         self.n_obs = int(self.ends[-1])
@@ -128,13 +128,13 @@ class StoreStack(OpenedStore):
         self._lock = threading.Lock()
 
     def open(self, cache: Cache | None, *, number: int, offline: bool, opens: Opener) -> None:
-        """Opens the mirror of the stores. `opens` opens one of them, without a cache."""
+        """Opens the mirror of the stores. `opens` opens one of them."""
         self.offline, self._opens, self._cache = offline, opens, cache
         known = cache is not None and all(self._stamps)
         self.mirror_fingerprint = joint_fingerprint(["stack", *self._stamps]) if known else None
         self.mirror_directory = None
         if cache is not None and self.mirror_fingerprint is not None:
-            address = f"{self.manifest.address} ({number}: {len(self.urls)} stores)"
+            address = f"{self.location.address} ({number}: {len(self.urls)} stores)"
             self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, address)
         self._sharing, self._mirrors, self._offsets = None, {}, {}
 
@@ -151,7 +151,7 @@ class StoreStack(OpenedStore):
         try:
             return Listing(entries)
         except (TypeError, ValueError, AttributeError) as error:
-            raise FormatError(f"the objects in {self.manifest.url} cannot be used ({error}). {ADVICE}") from error
+            raise FormatError(f"the objects in {self.location.url} cannot be used ({error}). {ADVICE}") from error
 
     @cached_property
     def _sizes(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -212,7 +212,7 @@ class StoreStack(OpenedStore):
     def element(self, path: str) -> Any:
         if path.startswith(("var/", "raw/var/")):
             raise OptionError(
-                f"the genes of {self.manifest.url} are joined by the names that were indexed: give genes_by to "
+                f"the genes of {self.location.url} are joined by the names that were indexed: give genes_by to "
                 "zl.index instead of zl.open_dataset"
             )
         return self.member(0).element(path)
@@ -239,7 +239,7 @@ class StoreStack(OpenedStore):
         if name not in self._matrices:
             if not isinstance(name, str) or name not in self.matrix_names:
                 raise FormatError(
-                    f"there is no matrix {name!r} in all stores of {self.manifest.url}; there are: "
+                    f"there is no matrix {name!r} in all stores of {self.location.url}; there are: "
                     f"{', '.join(self.matrix_names)}{suggestion(name, self.matrix_names)}"
                 )
             record = self._layout["matrices"][name]
@@ -258,7 +258,7 @@ class StoreStack(OpenedStore):
     def _own(self, store: int, path: str) -> Sequence[Any]:
         own = self._records[store].get("arrays", {}).get(path)
         if not isinstance(own, list) or len(own) != 3:
-            raise FormatError(f"{self.manifest.url} has no record of {path} of {self.urls[store]}. {ADVICE}")
+            raise FormatError(f"{self.location.url} has no record of {path} of {self.urls[store]}. {ADVICE}")
         return own
 
     def shape(self, name: str) -> tuple[int, int]:
@@ -272,7 +272,7 @@ class StoreStack(OpenedStore):
             assert matrix.values.joined is not None
             genes = matrix.genes.joined
             if genes is None or (genes.ends != matrix.values.joined.ends).any():
-                raise FormatError(f"{self.manifest.url} has stores with more values than genes. {ADVICE}")
+                raise FormatError(f"{self.location.url} has stores with more values than genes. {ADVICE}")
             pages = ArrayLayout.plain(
                 f"{matrix.path}/indptr", np.dtype(np.int64), n_elements=self.n_obs + 1, chunk_elements=_PAGE_ROWS
             )
@@ -285,7 +285,7 @@ class StoreStack(OpenedStore):
         layout = self._joined(self._layout["matrices"][matrix]["indptr"])
         assert layout.joined is not None
         return MatrixPart(
-            url=self.location.url,
+            url=self._root.url,
             matrix=MatrixLayout(path=layout.path, n_rows=len(self.urls), n_genes=1, values=layout, genes=None),
             indptr=np.append(0, layout.joined.ends),
             object_sizes=self._sizes,
@@ -293,15 +293,19 @@ class StoreStack(OpenedStore):
             mirror=None,
         )
 
+    @property
+    def read_from(self) -> Location:
+        return self._root
+
     def source(self, options: FetchOptions) -> ByteSource:
         if self.offline:
             return OfflineSource(self.location.url)
-        if self.location.scheme == "file":
-            return FileSource(self.location, self.objects, options, if_changed=ADVICE)
+        if self._root.scheme == "file":
+            return FileSource(self._root, self.objects, options, if_changed=ADVICE)
         # Imported here because it imports TensorStore, which local stores do not need.
         from zloader.reading.object_source import ObjectSource
 
-        return ObjectSource(self.location, self.objects, options, if_changed=ADVICE)
+        return ObjectSource(self._root, self.objects, options, if_changed=ADVICE)
 
     def recorded_dtypes(self, path: str) -> dict[str, Any]:
         return dict(self._layout["matrices"][path]["dtypes"])
@@ -314,12 +318,13 @@ class StoreStack(OpenedStore):
             if store in self._open:
                 self._open.move_to_end(store)
                 return self._open[store]
-        url = absolute(self.manifest, self.urls[store])
-        if self.offline:
-            raise OptionError(f"{url} has to be opened for this, and {self.manifest.url} was opened offline")
-        opened = self._opens(replace(self.manifest, url=url))
+        url = absolute(self.location, self.urls[store])
+        if self.offline and store:
+            raise OptionError(f"{url} has to be opened for this, and {self.location.url} was opened offline")
+        # The first one has a mirror, for var. The others would need a directory each.
+        opened = self._opens(replace(self.location, url=url), None if store else self._cache, self.offline)
         if opened.fingerprint != self._prints[store]:
-            raise StoreChangedError(f"{url} has changed since it was indexed in {self.manifest.url}. {ADVICE}")
+            raise StoreChangedError(f"{url} has changed since it was indexed in {self.location.url}. {ADVICE}")
         with self._lock:
             self._open[store] = opened
             while len(self._open) > _MOST_OPEN:
@@ -346,7 +351,7 @@ class StackedOffsets(PagedOffsets):
     def __init__(self, stack: StoreStack, matrix: MatrixLayout, pages: ArrayLayout, mirror: MirrorArray | None) -> None:
         assert matrix.values.joined is not None
         self._stack, self._matrix, self._value_ends = stack, matrix.path, matrix.values.joined.ends
-        where = f"{matrix.path}/indptr of {stack.manifest.url}"
+        where = f"{matrix.path}/indptr of {stack.location.url}"
         super().__init__(pages, self._entries, n_values=matrix.values.n_elements, where=where, mirror=mirror)
 
     def _entries(self, start: int, stop: int) -> Rows:
@@ -388,6 +393,6 @@ class StackedOffsets(PagedOffsets):
             if len(own) != n_rows[number] + 1 or own[0] or own[-1] != n_values[number]:
                 raise FormatError(
                     f"{self._matrix}/indptr of {self._stack.urls[store]} does not have the rows and values that "
-                    f"{self._stack.manifest.url} records: the store is damaged. {ADVICE}"
+                    f"{self._stack.location.url} records: the store is damaged. {ADVICE}"
                 )
             yield own[:-1].astype(np.int64) + (self._value_ends[store] - n_values[number])

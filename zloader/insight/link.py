@@ -154,7 +154,7 @@ def disk_bytes_per_s(
     there is too little to tell, or if a read takes longer than `most_s`. Raises OSError if a read fails.
     """
     parts = list(itertools.islice(parts_of(dataset, one_or_more(x=x)), MOST_PARTS))
-    files = [(Path(dataset.stores[store].location.path, part.key), part.start, part.size) for store, part in parts]
+    files = [(Path(dataset.stores[store].read_from.path, part.key), part.start, part.size) for store, part in parts]
     before = machine.disk_bytes()
     if not files or before is None:
         return None

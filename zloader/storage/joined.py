@@ -74,8 +74,11 @@ class JoinedPlacement(Placement):
 
     @cached_property
     def index_bytes(self) -> int:  # type: ignore[override]
-        """The same in all stores."""
+        """Of the largest object."""
         return max((part.index_bytes for part in self.parts), default=0)
+
+    def index_bytes_of(self, number: int) -> int:
+        return self.parts[self._own(number)[0]].index_bytes
 
     @cached_property
     def _first_objects(self) -> Rows:

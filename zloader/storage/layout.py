@@ -143,7 +143,7 @@ class ArrayLayout:
                     f"{url}: {self.shard_key(shard)} is not there: the store is incomplete. Convert it again"
                 )
             return np.full((self.chunks_per_shard, 2), ABSENT, np.uint64)
-        require_bytes(url, self.shard_key(shard), object_size, self.placement.index_bytes)
+        require_bytes(url, self.shard_key(shard), object_size, self.placement.index_bytes_of(shard))
         return self.placement.index(shard, object_size)
 
 
