@@ -145,7 +145,8 @@ def test_every_row_is_read_once_and_later_from_the_mirror(manifest, tmp_path, fo
         runner = CliRunner().invoke(app, ["cache", "verify", str(tmp_path / "cache"), "--json"])
         assert runner.exit_code == 0, runner.output
         assert json.loads(runner.stdout)["ok"]
-        assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) <= 4
+        directories = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+        assert len(directories) <= 1 + 2 * len(again.dataset.stores)  # however many stores a stack has
 
 
 def test_a_csv_manifest_is_the_same(manifest, stores):
@@ -217,7 +218,7 @@ def test_many_stacks_are_as_one(manifest, monkeypatch, tmp_path):
     assert check_all(zl.open_dataset(manifest, cache=tmp_path / "cache"), ALL).statistics().gets == 0
     offline = zl.open_dataset(manifest, cache=tmp_path / "cache", offline=True)
     check_all(offline, ALL)
-    assert offline.take([3, 200]).obs_names.tolist() == ALL.obs_names[[3, 200]].tolist()
+    assert offline.names_of(np.array([3, 200])).tolist() == ALL.obs_names[[3, 200]].tolist()
 
 
 def test_workers_and_ranks(manifest):

@@ -31,7 +31,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
-from zloader.dataset.stack_columns import columns_of, obs_names_of
+from zloader.dataset.stack_columns import column_of_rows, columns_of, obs_names_of
 from zloader.reading.column_rows import PagedColumn
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form
@@ -150,6 +150,9 @@ class Observations:
 
     def _column_of(self, name: str, rows: Rows) -> Any:
         """A column of some rows, as anndata reads it."""
+        if any(store.n_stores > 1 for store in self._stores):  # too many to read all of them for some rows
+            self.require_columns([name])
+            return column_of_rows(name, self._of_stores, self._ends, rows)
         if len(self._stores) > 1:  # the labels are joined over all rows
             return concatenated(name, self._read_column(name))[rows]
         self.require_columns([name])

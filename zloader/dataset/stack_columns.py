@@ -6,7 +6,7 @@ which are opened for it; with a cache it is kept, as the columns of several stor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +38,36 @@ def obs_names_of(store: OpenedStore) -> ObsNames:
     return StackNames(store) if isinstance(store, StoreStack) else ObsNames(store)
 
 
+def column_of_rows(name: str, stores: Sequence[StoreColumns], ends: Rows, rows: Rows) -> Any:
+    """A column of some rows, as anndata reads it, from the stores that have these rows. Store k ends before `ends[k]`.
+
+    Its categories are those of these stores.
+    """
+    parts, firsts = shares(ends, rows), np.append(0, ends)
+
+    def read(part: tuple[int, Rows | slice]) -> Any:
+        store, here = part
+        return stores[store].column(name, rows[here] - firsts[store])
+
+    if not len(rows):
+        return stores[0].column(name, rows)
+    taken = concatenated(name, concurrently(read, parts))
+    return taken[np.argsort(np.concatenate([np.arange(len(rows))[here] for _, here in parts]))]
+
+
+class _Members(Sequence[StoreColumns]):
+    """The columns of the stores of a stack, each of which is opened when it is asked for."""
+
+    def __init__(self, stack: StoreStack) -> None:
+        self._stack = stack
+
+    def __len__(self) -> int:
+        return self._stack.n_stores
+
+    def __getitem__(self, store: Any) -> Any:
+        return columns_of(self._stack.member(store))
+
+
 class StackColumns(StoreColumns):
     """The obs columns and obsm arrays of some stores of a manifest."""
 
@@ -67,15 +97,7 @@ class StackColumns(StoreColumns):
             return label[self._store_of if rows is None else np.searchsorted(self._stack.ends, rows, side="right")]
         if rows is None:
             return concatenated(name, self._of_each(lambda columns: columns.column(name)))
-        parts, firsts = shares(self._stack.ends, rows), np.append(0, self._stack.ends)
-
-        def read(part: tuple[int, Rows | slice]) -> Any:
-            store, here = part
-            return columns_of(self._stack.member(store)).column(name, rows[here] - firsts[store])
-
-        taken = concatenated(name, concurrently(read, parts))
-        at = np.concatenate([np.arange(len(rows))[here] for _, here in parts])
-        return taken[np.argsort(at)]
+        return column_of_rows(name, _Members(self._stack), self._stack.ends, rows)
 
     def numbers(self, name: str) -> ObsColumn:
         label = self._label(name)
@@ -101,7 +123,8 @@ class StackColumns(StoreColumns):
 
     def _of_each(self, read: Callable[[StoreColumns], Result]) -> list[Result]:
         """What is read of each store, some stores at once."""
-        return concurrently(lambda number: read(columns_of(self._stack.member(number))), range(len(self._stack.ends)))
+        members = _Members(self._stack)
+        return concurrently(lambda number: read(members[number]), range(len(members)))
 
 
 class StackNames(ObsNames):
