@@ -5,7 +5,7 @@ number of its row there, counted from 1, or 0 if the modality lacks it. Nothing 
 when they are read, in 4 bytes per row and modality.
 
 A matrix of a modality is named `NAME:X`, `NAME:raw/X` or `NAME:layers/LAYER`, and an obs column `NAME:COLUMN`, as
-muon names them.
+muon names them. So are its obsm arrays, `NAME:X_pca`.
 """
 
 from __future__ import annotations
@@ -92,13 +92,32 @@ class ModalElements(StoredElements):
                 found.setdefault(f"{each}:{column}", (each, column))
         return {name: of for name, of in found.items() if name not in self.columns("obs")}
 
-    def row_of(self, path: str) -> RowMap | None:
-        """For each row of the whole, its row in the modality whose matrix is at a path, or -1.
+    @cached_property
+    def obsm_paths(self) -> dict[str, str]:
+        """The paths of the obsm entries by name: those of the whole, and then `rna:NAME` of the modality rna."""
+        found = {name: f"obsm/{name}" for name in self.keys("obsm")}
+        for each in self.modalities:
+            for name in self.keys(f"mod/{each}/obsm"):
+                found.setdefault(f"{each}:{name}", f"mod/{each}/obsm/{name}")
+        return found
 
-        None if they are the same rows, and for a matrix that belongs to no modality.
-        """
+    def modality_at(self, path: str) -> str | None:
+        """The modality that an element at a path belongs to; None for one of the whole, and in an AnnData."""
         named = _PATH.fullmatch(path) if self.modalities else None
-        return None if named is None else self.rows_of(named[1])
+        return None if named is None else named[1]
+
+    def rows_at(self, path: str) -> int:
+        """The number of rows of the whole or of the modality that an element at a path belongs to."""
+        modality = self.modality_at(path)
+        return self.n_obs if modality is None else self.length(f"mod/{modality}/obs")
+
+    def row_of(self, path: str) -> RowMap | None:
+        """For each row of the whole, its row in the modality whose element is at a path, or -1.
+
+        None if they are the same rows, and for an element that belongs to no modality.
+        """
+        modality = self.modality_at(path)
+        return None if modality is None else self.rows_of(modality)
 
     def rows_in(self, path: str, rows: Rows) -> Rows:
         """The rows of the matrix at a path for some rows of the whole, without those that it lacks."""

@@ -6,8 +6,7 @@ the rows of them that it has. `dataset.py` adds which rows these are: selecting 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,11 @@ from zloader.common.checks import names_of, require_one_of, require_whole
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
 from zloader.common.options import FetchOptions
-from zloader.common.records import CacheStatistics, CsrArrays, MinibatchArrays, Rows, X
-from zloader.dataset.elements import load_anndata
+from zloader.common.records import CacheStatistics, MinibatchArrays, Rows, X
 from zloader.dataset.gene_statistics import Batches, StatisticsPass
 from zloader.dataset.graphs import graph_windows
-from zloader.dataset.matrices import Matrices, as_scipy, used_categories
+from zloader.dataset.in_memory import as_anndata, used_categories
+from zloader.dataset.matrices import Matrices
 from zloader.dataset.modalities import modality_of
 from zloader.dataset.mudata import as_mudata
 from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
@@ -153,16 +152,16 @@ class Table:
 
     @property
     def obsm_names(self) -> list[str]:
-        """Sorted names of the obsm entries that every store has."""
-        return self.observations.array_names
+        """Names of the obsm entries that every store has, sorted; then those of modalities, such as `rna:X_pca`."""
+        return self.observations.arrays.names
 
     def obsm_array(self, name: str) -> NDArray[Any]:
         """One obsm array of all rows, rows x dims, in the stored dtype; over several stores, in their common dtype.
 
         Raises MissingColumnError, OptionError for an entry that is not an array of numbers, and FormatError if the
-        arrays of the stores do not fit together.
+        arrays of the stores do not fit together. Rows that a modality lacks are zeros in its arrays; see `present`.
         """
-        return self._rows.taken(self.observations.array(name))
+        return self._rows.taken(self.observations.arrays.whole(name))
 
     @property
     def matrix_names(self) -> list[str]:
@@ -180,7 +179,7 @@ class Table:
         `dataset.where(dataset.present("prot"))` is a view of these rows.
         """
         require_one_of(self.modalities, modality=modality)
-        return self._rows.taken(self.matrices.present([f"{modality}:X"])[modality])
+        return self._rows.taken(self.matrices.present([modality])[modality])
 
     def graph(self, name: str) -> Iterator[GraphWindow]:
         """The graph `obsp/NAME` of the whole dataset, in windows of rows; see zl.Neighbors."""
@@ -232,7 +231,7 @@ class Table:
         else:
             paths, x = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)], ["X"]
         paths = [*paths, *(name for name in x if name in self.matrix_names)]
-        per_row = NAME_BYTES + self.observations.array_bytes() + sum(map(self.matrices.row_bytes, paths))
+        per_row = NAME_BYTES + self.observations.arrays.row_bytes() + sum(map(self.matrices.row_bytes, paths))
         require_memory(
             int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData ({self.url})", "take fewer, or use a Loader"
         )
@@ -242,10 +241,10 @@ class Table:
         obs = self.observations.frame_of(chosen)
         if len(np.unique(chosen)) < self.observations.n_rows:
             obs = used_categories(obs)
-        return _as_anndata(
+        return as_anndata(
             matrices.pop("X", None),
             obs=obs,
-            obsm={name: self.observations.array_rows(name, chosen) for name in self.observations.usable_arrays},
+            obsm={name: self.observations.arrays.rows(name, chosen) for name in self.observations.arrays.usable},
             var=self.var,
             layers={path.removeprefix("layers/"): values for path, values in matrices.items()},
         )
@@ -414,20 +413,4 @@ class Table:
             else:
                 obs[name] = values.view(labels)  # the dtype of dates, or their own
         # A copy of var, because later minibatches get the same frame.
-        return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var.copy())
-
-
-def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
-    """An AnnData of rows, which may have the same name if rows are repeated."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Observation names are not unique")
-        return load_anndata().AnnData(
-            X=_in_anndata(x),
-            obs=obs,
-            layers={name: _in_anndata(values) for name, values in (layers or {}).items()},
-            **parts,
-        )
-
-
-def _in_anndata(x: X | None) -> Any:
-    return as_scipy(x) if isinstance(x, CsrArrays) else x
+        return as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var.copy())

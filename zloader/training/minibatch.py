@@ -21,7 +21,7 @@ from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import CsrArrays, MinibatchArrays, TokenArrays, X
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.matrices import as_scipy
+from zloader.dataset.in_memory import as_scipy
 from zloader.reading.gather import HALVES
 from zloader.training.packed import PackedRows
 from zloader.training.tokens import Tokens
