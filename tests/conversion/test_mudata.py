@@ -389,6 +389,10 @@ def _genes_shared(root: Any) -> None:
     root.attrs["axis"] = 1
 
 
+def _nested(root: Any) -> None:
+    root["mod/adt"].attrs["encoding-type"] = "MuData"
+
+
 def _empty(root: Any) -> None:
     for name in list(root["mod"]):
         del root[f"mod/{name}"]
@@ -403,6 +407,7 @@ def _empty(root: Any) -> None:
             _genes_shared,
             r"share genes \(axis 1\), and not only rows: convert them one by one, such as .*/mod/rna",
         ),
+        (_nested, "the modality 'adt' of .*cite.zarr is a MuData itself: convert its modalities one by one"),
         (_empty, "is a MuData without modalities"),
     ],
 )

@@ -19,11 +19,11 @@ from zloader.common.options import Cache
 from zloader.common.records import Rows
 from zloader.dataset.description import described, described_html
 from zloader.dataset.gene_axis import without_functions
+from zloader.dataset.gene_table import GeneTable
 from zloader.dataset.matrices import Matrices, Panel
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Names, Shares, SplitRule, condition_of, listed
-from zloader.dataset.table import Table
 from zloader.dataset.views import Condition, RowSet, moved, rows_matching
 from zloader.order.sampling import Sampling
 from zloader.selecting.gene_names import GeneJoin
@@ -103,7 +103,7 @@ _OF_ANNDATA = {
 
 
 @answers
-class Dataset(Table):
+class Dataset(GeneTable):
     """One or several AnnData stores as one table of rows x genes. Made by `zl.open_dataset`.
 
     >>> import zloader as zl

@@ -28,7 +28,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.in_memory import used_categories
-from zloader.dataset.modal_genes import genes_of_modalities, require_known_modalities, var_of_panel
+from zloader.dataset.modal_genes import genes_of_modalities, var_of_panel
 from zloader.dataset.modalities import frame_of, modality_of, obs_of
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
@@ -75,16 +75,11 @@ class Matrices:
         """
         if not self.modalities:
             return self.with_panel({"var": self._choose(genes, "var")})
-        chosen = genes if isinstance(genes, Mapping) else genes_of_modalities(genes, self._names_of_modalities)
-        require_known_modalities(chosen, self.modalities)
-        frames = {each: frame_of(f"{each}:X") for each in self.modalities}
-        of_modalities = {
-            frames[each]: ChosenGenes(positions=np.empty(0, np.int64), n_stored=self._length(frames[each]))
-            if of is None
-            else self._choose(of, frames[each])
-            for each, of in chosen.items()
-        }
-        return self.with_panel({**(self.panel or {}), **of_modalities})
+        panel = dict(self.panel or {})
+        for modality, chosen in genes_of_modalities(genes, self._names_of_modalities()).items():
+            frame = frame_of(f"{modality}:X")
+            panel[frame] = ChosenGenes.none(self._length(frame)) if chosen is None else self._choose(chosen, frame)
+        return self.with_panel(panel)
 
     def _names_of_modalities(self) -> dict[str, pd.Index]:
         return {each: self.gene_names(f"{each}:X") for each in self.modalities}
@@ -149,7 +144,7 @@ class Matrices:
     def present(self, modalities: Iterable[str | None]) -> dict[str, NDArray[np.bool_]]:
         """For each of some modalities, which rows of the dataset it has. None stands for the whole."""
         found = dict.fromkeys(each for each in modalities if each is not None)
-        return {each: np.concatenate([_has(store, each) for store in self._stores]) for each in found}
+        return {each: np.concatenate([store.has_rows(each) for store in self._stores]) for each in found}
 
     @property
     def lost(self) -> str:
@@ -350,8 +345,3 @@ class Matrices:
         dtype = "float32" if np.result_type(*dtypes) == np.float16 else np.result_type(*dtypes).name
         recipe = Recipe(x={x: parts}, form=Form(dense=all(part.matrix.genes is None for part in parts), dtype=dtype))
         return read_at_once(recipe, rows, options).x[x]
-
-
-def _has(store: OpenedStore, modality: str) -> NDArray[np.bool_]:
-    rows = store.rows_of(modality)
-    return np.ones(store.n_obs, bool) if rows is None else rows >= 0

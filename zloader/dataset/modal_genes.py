@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -13,36 +12,32 @@ from zloader.common.messages import listed, suggestion
 from zloader.common.records import Rows
 from zloader.dataset.in_memory import used_categories
 from zloader.dataset.modalities import ModalElements
-from zloader.selecting.genes import ChosenGenes, Genes
+from zloader.selecting.genes import ChosenGenes, Genes, GenesOf
 from zloader.selecting.row_maps import checked_map, in_whole
 
 
-def require_known_modalities(genes: Mapping[str, Any], modalities: list[str]) -> None:
-    """Raises OptionError for genes of a modality that is not there."""
-    for name in genes:
-        if name not in modalities:
-            raise OptionError(
-                f"genes has a choice for {name!r:.100}, but the modalities are: {listed(modalities)}"
-                f"{suggestion(str(name), modalities)}"
-            )
+def genes_of_modalities(genes: GenesOf, names: Mapping[str, pd.Index]) -> Mapping[str, Genes | None]:
+    """What `genes` has of each modality: of those that a mapping names, or of all; None for no genes.
 
-
-def genes_of_modalities(genes: Genes, find_names: Callable[[], Mapping[str, pd.Index]]) -> dict[str, list[str] | None]:
-    """The names that `genes` has of each modality, in their order; None for a modality of which it has none.
-
-    A gene is `rna:CD3E`, or `CD3E` if only one modality has it. `find_names` returns the genes of each modality.
-    Raises OptionError for anything but names, and for unknown and ambiguous ones.
+    In a list, a gene is `rna:CD3E`, or `CD3E` if only one modality has it. `names` has the genes of each modality.
+    Raises OptionError for a list of anything but names, for unknown and ambiguous ones, and for unknown modalities.
     """
+    if isinstance(genes, Mapping):
+        for modality in genes:
+            if modality not in names:
+                raise OptionError(f"genes has a choice for {modality!r:.100}, but the modalities are: {listed(names)}")
+        return genes
     chosen = [] if isinstance(genes, slice) else list(genes)
-    names = {modality: set(of_modality) for modality, of_modality in find_names().items()}
     if not chosen or not all(isinstance(gene, str) for gene in chosen):
+        first = next(iter(names))
         raise OptionError(
-            f"genes of {listed(names)} are chosen by name: dataset[:, ['{next(iter(names))}:GENE', ...]], or by "
-            f"modality: dataset[:, {{'{next(iter(names))}': genes}}]"
+            f"genes of {listed(names)} are chosen by name: dataset[:, ['{first}:GENE', ...]], or by modality: "
+            f"dataset[:, {{'{first}': genes}}]"
         )
+    known = {modality: set(of_modality) for modality, of_modality in names.items()}
     found: dict[str, list[str]] = {modality: [] for modality in names}
     for gene in chosen:
-        modality, name = _found(str(gene), names)
+        modality, name = _found(str(gene), known)
         found[modality].append(name)
     return {modality: of_modality or None for modality, of_modality in found.items()}
 

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
 from zloader.common.records import Rows
@@ -129,6 +130,11 @@ class ModalElements(StoredElements):
         if modality not in self._rows:
             self._rows[modality] = self._read_rows(modality)
         return self._rows[modality]
+
+    def has_rows(self, modality: str) -> NDArray[np.bool_]:
+        """Which rows of the whole a modality has."""
+        row_of = self.rows_of(modality)
+        return np.ones(self.n_obs, bool) if row_of is None else row_of >= 0
 
     @cached_property
     def _rows(self) -> dict[str, RowMap | None]:

@@ -33,6 +33,11 @@ class ChosenGenes:
     positions: Rows
     n_stored: int
 
+    @classmethod
+    def none(cls, n_stored: int) -> ChosenGenes:
+        """No gene."""
+        return cls(positions=np.empty(0, np.int64), n_stored=n_stored)
+
     def __len__(self) -> int:
         return len(self.positions)
 

@@ -20,7 +20,7 @@ from zloader.common.messages import listed
 from zloader.common.records import Rows
 from zloader.conversion.sources.anndata_input import Input, StoredInput
 from zloader.conversion.sources.locations import Objects, SourceLocation
-from zloader.conversion.sources.nodes import Node, reading
+from zloader.conversion.sources.nodes import Node, reading, require_names
 from zloader.selecting.row_maps import RowMap, checked_map, in_whole
 from zloader.storage.metadata import stored_length
 
@@ -61,6 +61,13 @@ class MuDataInput(StoredInput):
         form, names = _form_of(location), modalities_of(self._root)
         if not names:
             raise SourceError(f"{self.name} is a MuData without modalities: there is nothing to convert")
+        require_names(f"{self.name}: mod", names)
+        for name in names:
+            if is_mudata(self._root["mod"][name]):
+                raise SourceError(
+                    f"the modality {name!r} of {self.name} is a MuData itself: convert its modalities one by one, or "
+                    "make them modalities of the whole"
+                )
         axis = self._root.attrs.get("axis", 0)
         if axis != 0:
             raise SourceError(
