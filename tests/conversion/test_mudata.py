@@ -116,6 +116,7 @@ def _assert_frames(found: Any, wanted: Any) -> None:
                 assert_same(one[key], value)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["cite.h5mu", "cite.zarr"])
 def test_the_store_is_what_mudata_has(written: Path, tmp_path: Path, name: str) -> None:
     source, store = written / name, tmp_path / "a.zarr"
@@ -132,6 +133,7 @@ def test_the_store_is_what_mudata_has(written: Path, tmp_path: Path, name: str) 
     assert zl.convert(source, store, options=SMALL, resume=True, progress=False).already_complete
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("options", [{"shuffle_seed": 3}, {"order": "hilbert:spatial"}, {"codec": "none"}])
 def test_one_order_holds_for_all_modalities(written: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     source, store = written / "cite.h5mu", tmp_path / "a.zarr"
@@ -224,6 +226,7 @@ def test_several_are_joined_by_modality(written: Path, tmp_path: Path) -> None:
         assert zl.open_dataset(store).n_vars == found.n_vars
 
 
+@pytest.mark.slow
 def test_names_in_several_sources(written: Path, tmp_path: Path) -> None:
     twice = [written / "cite.h5mu", written / "cite.zarr"]
     with pytest.raises(SourceError, match=r"60 obs names occur in several sources, such as .*--unique-obs-names"):
@@ -265,7 +268,8 @@ def test_a_store_of_modalities_does_not_grow(written: Path, tmp_path: Path) -> N
     assert files(tmp_path / "a.zarr") == before
 
 
-@pytest.mark.parametrize("survives", [0, 3, 20, 40, 60])
+@pytest.mark.every(5)
+@pytest.mark.parametrize("survives", [20, 0, 3, 40, 60])
 def test_resumes(written: Path, tmp_path: Path, survives: int) -> None:
     source, dest = written / "cite.h5mu", tmp_path / "a.zarr"
     zl.convert(source, tmp_path / "whole.zarr", options=SMALL, progress=False)
@@ -433,6 +437,7 @@ def test_commands(written: Path, tmp_path: Path) -> None:
     assert "adt:X: dense" in done.output
 
 
+@pytest.mark.slow
 def test_remote(tmp_path: Path, s3: Any) -> None:
     """From a bucket to a bucket."""
     url, filesystem, written = s3.url("mudata"), s3fs.S3FileSystem(**s3.storage_options), tmp_path
@@ -474,6 +479,7 @@ def random_mudata(draw: st.DrawFn) -> Any:
     return mudata.MuData(made)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=12,
     deadline=None,
