@@ -101,9 +101,7 @@ def test_resumes(written, form):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("cite.h5mu", r"is a MuData: convert one of its modalities \(adt, rna\) by its name, such as .*cite.h5mu/adt"),
-        ("cite.zarr", r"is a MuData: .*\(adt, rna\) .*cite.zarr/mod/adt"),
-        ("cite.h5mu/atac", r"has no modality 'atac': .*\(adt, rna\)"),
+        ("cite.h5mu/atac", r"has no modality 'atac': name one of its modalities \(rna, adt\), such as .*cite.h5mu/rna"),
         ("plain.h5mu/rna", r"has no modality 'rna': .*\(none\)"),
     ],
 )
@@ -121,7 +119,7 @@ def test_wrong_files(written):
         zl.convert(written / "cite.zarr" / "mod" / "atac", written / "a.zarr", progress=False)
     with h5py.File(written / "cite.h5mu", "r+") as file:
         file["obsmap/adt"][:] = 0
-    with pytest.raises(SourceError, match=r"obsmap/adt has no place for row 0 of .*cite.h5mu/adt"):
+    with pytest.raises(SourceError, match=r"cite.h5mu: obsmap/adt .* row 0 of the modality is 0 rows of the whole"):
         zl.convert(written / "cite.h5mu" / "adt", written / "a.zarr", progress=False)
     content = (written / "cite.h5mu").read_bytes()
     (written / "cite.h5mu").write_bytes(content[: len(content) // 2])

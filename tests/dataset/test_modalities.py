@@ -253,7 +253,7 @@ def test_info_counts_the_reads_of_a_modality(folder: Path) -> None:
         (lambda dataset: zl.Loader(dataset, x=["rna:X", "prot:X"], genes=["gene 1"]), "each modality has genes of its"),
         (lambda dataset: zl.Loader(dataset, x=["rna:X"], genes={"prot:X": [1]}), "the matrices are: 'rna:X'"),
         (lambda dataset: zl.Loader(dataset, x=["rna:X"], genes={"rna:X": ["prot 1"]}), "mod/rna/var"),
-        (lambda dataset: dataset[:, ["gene 1"]], "choose them in the Loader, as in genes="),
+        (lambda dataset: dataset[:, ["gene 1000"]], "no modality has the gene 'gene 1000'"),
         (lambda dataset: dataset.present("spatial"), "modality must be one of"),
         (lambda dataset: dataset.gene_statistics("rna:X"), r"lacks 20 of the 90 rows.*dataset.present\('rna'\)"),
         (lambda dataset: dataset.obs_column("rna:nothing"), "there is no obs column 'rna:nothing'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 from helpers import counts, write_store
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -68,6 +69,7 @@ CASES = {
     "large minibatches": ({"batch_size": 1024}, 64, 16),
     "a control per row": ({"n_controls": 1}, 16, 30),
     "ten controls per row": ({"n_controls": 10}, 16, 3),
+    "a control and nine neighbours per row: as ten controls": ({"n_controls": 1, "n_neighbors": 9}, 16, 3),
     "sets: as many single rows as blocks would have": (
         {"sets": zl.CellSets("drug", 64), "rows_per_chunk": 4},
         1,
@@ -139,6 +141,28 @@ def test_sets_and_controls_are_counted(tmp_path):
     (matrix,) = dataset.matrices.layouts("X")
     assert suggested.fetch_bytes <= sum(a.n_elements * a.dtype.itemsize for a in matrix.arrays)
     assert sum(map(len, loader)) == 4000 - 4 * (1000 % 16)
+
+
+def test_neighbors_are_counted(tmp_path):
+    adata = counts(4000, 40, density=1)
+    rows, others = np.repeat(np.arange(4000), 4), np.random.default_rng(0).integers(0, 4000, 16_000)
+    adata.obsp["graph"] = sp.csr_matrix((np.ones(16_000, np.float32), (rows, others)), (4000, 4000))
+    zl.convert(adata, tmp_path / "a.zarr", options=zl.ConvertOptions(chunk_rows=16), progress=False)
+    dataset, neighbors = zl.open_dataset(tmp_path / "a.zarr"), zl.Neighbors("graph", k=3)
+    alone, suggested = (zl.suggest(dataset, memory="64MiB", neighbors=each) for each in (None, neighbors))
+    assert (alone.n_neighbors, suggested.n_neighbors) == (0, 3)
+    assert suggested.fetch_rows < alone.fetch_rows
+    assert f"and {3 * suggested.fetch_rows:,} neighbours and takes" in str(suggested)
+    loader = zl.Loader(dataset, neighbors=neighbors, fetch_factor=suggested.fetch_factor, sampling=suggested.sampling)
+    plan, (matrix,), decoded = loader.plan(0), dataset.matrices.layouts("X"), 0
+    indptr = np.append(0, np.cumsum(np.diff(adata.X.indptr)))
+    fetched = np.unique(plan.fetch(0).rows)
+    for array in matrix.arrays:
+        chunks = chunks_of(indptr[fetched], indptr[fetched + 1], array.chunk_elements)
+        decoded += len(chunks) * array.chunk_elements * array.dtype.itemsize
+    assert decoded <= 1.1 * suggested.fetch_bytes
+    with pytest.raises(OptionError, match=r"neighbors must be a zl.Neighbors, not 'graph'"):
+        zl.suggest(dataset, neighbors="graph")
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

@@ -149,3 +149,35 @@ def test_splits_for_trainers_have_every_row_once(cluster, dataset):
 def test_refuses_what_it_cannot_read(cluster, dataset, options, kind, message):
     with pytest.raises(kind, match=message):
         zr.read(dataset, **options)
+
+
+@pytest.mark.filterwarnings("ignore:From 0.4 .update:FutureWarning", "ignore:Writing zarr v2")
+@pytest.mark.any_version
+def test_columns_say_which_rows_a_modality_has(cluster, tmp_path):
+    from zloader.ray.datasource import PlanDatasource, _loader_of
+
+    mudata = pytest.importorskip("mudata")
+    rna, prot = counts(60, 20, seed=1), counts(30, 4, seed=2)
+    rna.obs_names, prot.obs_names = [f"c{i}" for i in range(60)], [f"c{i}" for i in range(20, 80, 2)]
+    prot.var_names = [f"p{i}" for i in range(4)]
+    prot.obsm["X_pca"] = np.random.default_rng(0).random((30, 3), np.float32)
+    for adata in (rna, prot):
+        adata.obs = adata.obs[[]].copy()
+    made = mudata.MuData({"rna": rna, "prot": prot})
+    made.write_h5mu(tmp_path / "a.h5mu")
+    dataset = zl.open_dataset(tmp_path / "a.h5mu")
+    fields = ["rna:X", "obsm/prot:X_pca"]
+    source = PlanDatasource(_loader_of(dataset, fields, {"batch_size": 16, "fetch_factor": 2}), 0)
+    tasks = source.get_read_tasks(2)
+    for task, tables in zip(tasks, ray.get(blocks_of.remote(tasks)), strict=True):
+        assert task.metadata.size_bytes == sum(table.nbytes for table in tables)
+        for table in tables:
+            assert table.schema.equals(task.schema)
+            names = made.obs_names[table.column("index").to_numpy()]
+            for modality, adata in made.mod.items():
+                assert table.column(f"present/{modality}").to_pylist() == names.isin(adata.obs_names).tolist()
+            collated = zr.Collate({"rna:X": 20})(table)
+            has = collated["present/prot"].numpy()
+            wanted = prot.obsm["X_pca"][prot.obs_names.get_indexer(names[has])]
+            np.testing.assert_array_equal(collated["obsm/prot:X_pca"].numpy()[has], wanted)
+            assert not collated["obsm/prot:X_pca"].numpy()[~has].any()

@@ -34,8 +34,8 @@ class ConvertFlags:
         list[str],
         typer.Argument(
             metavar="SRC...",
-            help="Paths, URLs or globs of .h5ad, AnnData Zarr, annbatch collections, 10x .h5 or .mtx directories, "
-            "Parquet files, SOMA experiments, SLAF or SCDL.",
+            help="Paths, URLs or globs of .h5ad, .h5mu, AnnData or MuData Zarr, annbatch collections, 10x .h5 or .mtx "
+            "directories, Parquet files, SOMA experiments, SLAF or SCDL.",
             show_default=False,
         ),
     ]
@@ -139,7 +139,7 @@ def _lines(path: Path) -> list[str]:
 @app.command(epilog=KEYS)
 @takes_flags
 def convert(flags: ConvertFlags) -> None:
-    """Convert one or more AnnData sources into one sharded AnnData Zarr store."""
+    """Convert one or more AnnData or MuData sources into one sharded Zarr store."""
     from zloader.conversion.convert import convert as convert_sources
 
     done = convert_sources(

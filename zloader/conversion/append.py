@@ -25,6 +25,7 @@ from zloader.common.machine import keep_freed_memory
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.joining.content import Content
 from zloader.conversion.sources.inputs import Sources, open_inputs, refuse_overlap
+from zloader.conversion.sources.modality import require_anndata
 from zloader.conversion.writing.appending import AppendPlan
 from zloader.conversion.writing.destination import Destination
 from zloader.conversion.writing.elements import library_settings
@@ -134,6 +135,7 @@ def append_to(
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         refuse_overlap(inputs, destination.location)
+        require_anndata(inputs)
         content = plan.content(inputs, genes_by)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))

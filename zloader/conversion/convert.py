@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -26,20 +24,20 @@ import zarr
 import zarr.errors
 
 from zloader.access.location import location_of
-from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
+from zloader.common.errors import OptionError, SourceError
 from zloader.common.keywords import answers
 from zloader.common.machine import keep_freed_memory
 from zloader.common.messages import listed, warn_user
 from zloader.common.progress import Bars, progress_bars
-from zloader.conversion.joining.content import Content, RearrangedContent
-from zloader.conversion.joining.row_order import arranged
+from zloader.conversion.joining.modalities import Part, parts_of
 from zloader.conversion.joining.selection import Selection
 from zloader.conversion.sources.inputs import Input, Sources, open_inputs, refuse_overlap
 from zloader.conversion.sources.windows import SourceMatrix
 from zloader.conversion.writing.destination import Destination, PendingStore
 from zloader.conversion.writing.elements import DryRunWriter, ElementWriter, library_settings
-from zloader.conversion.writing.encode import CHUNK_FORM, ConvertOptions
+from zloader.conversion.writing.encode import ConvertOptions
 from zloader.conversion.writing.passes import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
+from zloader.conversion.writing.record import ConversionRecord
 from zloader.conversion.writing.shards import threads
 from zloader.selecting.gene_names import GenesBy
 
@@ -104,13 +102,14 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
     resume: bool = False,
     progress: bool = True,
 ) -> ConversionReport:
-    """Converts one or more AnnData into a single sharded AnnData Zarr v3 store at a local path or `s3://` URL.
+    """Converts one or more AnnData or MuData into a single sharded Zarr v3 store at a local path or `s3://` URL.
 
     A source is an .h5ad file, an AnnData Zarr (v2 or v3), an annbatch collection, a 10x .h5 file, a 10x .mtx directory
-    (both need scanpy), a modality of a MuData such as `cite.h5mu/rna`, `zl.Parquet`, `zl.Soma`, an AnnData in memory,
-    or a `zl.RowSource`, which reads a format of your own. Files are given as local paths, fsspec URLs or globs. Several
-    are joined like `anndata.concat` joins them; `select` chooses the parts and genes to store (see `Selection`). A
-    mapping such as `{"human": a, "mouse": b}` gives the sources labels, which `Selection(source_column=...)` stores.
+    (both need scanpy), a MuData such as `cite.h5mu` or one of its modalities, `cite.h5mu/rna`, `zl.Parquet`, `zl.Soma`,
+    an AnnData in memory, or a `zl.RowSource`, which reads a format of your own. Files are given as local paths, fsspec
+    URLs or globs. Several are joined like `anndata.concat` joins them, and MuData by modality; `select` chooses the
+    parts and genes to store (see `Selection`). A mapping such as `{"human": a, "mouse": b}` gives the sources labels,
+    which `Selection(source_column=...)` stores.
 
     >>> import zloader as zl
     >>> report = zl.convert("pbmc.h5ad", "pbmc.zarr")
@@ -164,27 +163,36 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         refuse_overlap(inputs, destination.location)
-        joined = Content(inputs, select)
-        if joined.lost_genes:
-            warn_user(joined.lost_genes)
-        content = arranged(joined, shuffle_seed=options.shuffle_seed, order=options.order, bucket_bytes=options.window)
+        parts = parts_of(
+            inputs,
+            select,
+            shuffle_seed=options.shuffle_seed,
+            order=options.order,
+            bucket_bytes=options.window,
+        )
+        for lost in dict.fromkeys(part.content.lost_genes for part in parts if part.content.lost_genes):
+            warn_user(lost)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))
-        conversion = _Conversion(inputs, content, select, options, bars)
+        conversion = _Conversion(inputs, parts, select, options, bars)
         if resume and not all(source.identity() for source in inputs):
             raise OptionError("converting an AnnData in memory cannot be resumed: run it again without resume")
-        results = conversion.results_of(destination) if resume and not overwrite else None
+        results = conversion.record.results_of(destination) if resume and not overwrite else None
         already_complete = results is not None
         if results is None:
-            journal = conversion.journal_to_resume(destination) if resume else None
+            journal = conversion.record.journal_to_resume(destination) if resume else None
             destination.check(overwrite=overwrite or journal is not None)
-            matrices = [opened.enter_context(matrix) for matrix in content.matrices(options.window)]
+            matrices = [
+                (part, opened.enter_context(matrix))
+                for part in parts
+                for matrix in part.content.matrices(options.window)
+            ]
             results = conversion.carry_out(destination, matrices, journal)
         return ConversionReport(
             sources=[source.name for source in inputs],
             destination=destination.location.url,
-            rows=content.n_rows,
-            genes=len(content.var),
+            rows=parts[0].content.n_rows,
+            genes=len(parts[0].content.var),
             bytes_in=sum(source.bytes_in for source in inputs),
             bytes_out=sum(destination.objects().values()),
             seconds=time.perf_counter() - started,
@@ -204,152 +212,95 @@ def _changes(matrix: SourceMatrix, scan: MatrixScan) -> dict[str, str]:
     return {name: f"{before} -> {after}" for name, (before, after) in found.items() if before != after}
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 class _Conversion:
-    """The two passes over the content of the sources."""
+    """The two passes over the content of the sources, which is stored in parts."""
 
     def __init__(
-        self,
-        inputs: Sequence[Input],
-        content: Content | RearrangedContent,
-        select: Selection,
-        options: ConvertOptions,
-        bars: Bars,
+        self, inputs: Sequence[Input], parts: Sequence[Part], select: Selection, options: ConvertOptions, bars: Bars
     ) -> None:
-        self._inputs, self._content, self._select = inputs, content, select
+        self._inputs, self._parts, self._select = inputs, parts, select
         self._options, self._bars = options, bars
         self._of = listed((source.name for source in inputs), 3)
-
-    def identity(self) -> dict[str, Any]:
-        """Everything that determines the bytes of the store, as plain JSON types."""
-        options = dataclasses.asdict(self._options)
-        del options["memory"], options["window_bytes"]
-        if options["order"] is None:
-            del options["order"]  # as in the records of conversions that did not know it
-        renamed = [json.dumps(source.genes_by, sort_keys=True) for source in self._inputs]
-        whole = {
-            "version": importlib.metadata.version("zloader"),
-            "chunk_form": CHUNK_FORM,
-            "sources": [source.identity() | {"label": source.label} for source in self._inputs],
-            "select": self._select.plain([_digest(by) for by in renamed] if set(renamed) != {"null"} else None),
-            "options": options,
-        }
-        plain: dict[str, Any] = json.loads(json.dumps(whole, default=list))
-        return plain
-
-    def record(self) -> dict[str, str]:
-        """A hash of each part of the identity that does not depend on the version of zloader."""
-        identity = self.identity()
-        return {part: _digest(json.dumps(identity[part])) for part in ("sources", "select", "options")}
-
-    def results_of(self, destination: Destination) -> dict[str, Any] | None:
-        """The results of this conversion if it has finished at the destination, None if there is no finished one.
-
-        Raises StoreExistsError if it was another one.
-        """
-        finished = destination.finished()
-        if not finished:
-            return None
-        differing = [part for part, digest in self.record().items() if finished.get("record", {}).get(part) != digest]
-        if differing:
-            raise StoreExistsError(
-                f"there is already a store at {destination.location.url}, made by another conversion: "
-                f"{', '.join(differing)} differ. Pass overwrite=True (--overwrite) to replace it"
-            )
-        results: dict[str, Any] = finished["results"]
-        return results
+        self.record = ConversionRecord(inputs, select, options)
 
     def carry_out(
-        self, destination: Destination, matrices: Sequence[SourceMatrix], journal: dict[str, Any] | None
+        self, destination: Destination, matrices: Sequence[tuple[Part, SourceMatrix]], journal: dict[str, Any] | None
     ) -> dict[str, Any]:
         """Converts, from the beginning or from where the run of `journal` stopped. Returns fields of the report."""
-        if not matrices or matrices[0].name != "X":
-            source = self._inputs[0]
-            layers = ", ".join(f"layers/{layer}" for layer in source.keys("layers")) or "no layers either"
-            raise SourceError(
-                f"{source.name} has no X, so there is nothing to train on. It holds: {layers}. Choose another "
-                "matrix as X with select=zl.Selection(x=...) (--x)"
-            )
+        self._require_x(matrices)
         if journal is None:
-            DryRunWriter(self._options, of=self._of).write_content(self._content)
+            for part in self._parts:
+                DryRunWriter(self._options, of=self._of).write_content(part.content)
             with destination.claimed():
-                scans = [self.scan(matrix) for matrix in matrices]
+                scans = [self.scan(*each) for each in matrices]
         else:
-            scans = [MatrixScan.of_record(journal["scans"][matrix.name]) for matrix in matrices]
-        pairs = list(zip(matrices, scans, strict=True))
-        new_journal = {"identity": self.identity(), "scans": {matrix.name: scan.record() for matrix, scan in pairs}}
+            scans = [MatrixScan.of_record(journal["scans"][part.at(matrix.name)]) for part, matrix in matrices]
+        scanned = [(part, matrix, scan) for (part, matrix), scan in zip(matrices, scans, strict=True)]
+        new_journal = {
+            "identity": self.record.identity(),
+            "scans": {part.at(matrix.name): scan.record() for part, matrix, scan in scanned},
+        }
         with destination.replaced(new_journal, resuming=journal is not None) as store:
-            root = self.write(destination, store, pairs)
-            results: dict[str, Any] = {
-                "values": scans[0].n_values,
-                "dtypes_changed": {name: dtypes for pair in pairs for name, dtypes in _changes(*pair).items()},
-                "rows_made_canonical": {matrix.name: scan.mended for matrix, scan in pairs if scan.mended},
-                "dropped": self._content.dropped,
-            }
+            root = self.write(destination, store, scanned)
+            results = self._results(scanned)
             root.attrs["zloader"] = {
                 "version": importlib.metadata.version("zloader"),
                 "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
                 "select": self._select.recorded(),
                 "shuffle_seed": self._options.shuffle_seed,
                 **({} if self._options.order is None else {"order": self._options.order}),
-                "conversion": {"record": self.record(), "results": results},
+                "conversion": {"record": self.record.record(), "results": results},
             }
             zarr.consolidate_metadata(store)
         return results
 
-    def journal_to_resume(self, destination: Destination) -> dict[str, Any] | None:
-        """The journal of an interrupted run of this conversion, or None. Raises StoreError if it was another one."""
-        journal = destination.journal()
-        if journal is None:
-            return None
-        before, now = journal["identity"], self.identity()
-        differing = [part for part in now if before.get(part) != now[part]]
-        if differing:
-            raise StoreError(
-                f"cannot resume at {destination.location.url}, because a different conversion was interrupted there: "
-                f"{', '.join(differing)} differ ({_difference(before.get(differing[0]), now[differing[0]])}). Repeat "
-                "the original arguments, or convert again without --resume"
-            )
-        return journal
+    def _require_x(self, matrices: Sequence[tuple[Part, SourceMatrix]]) -> None:
+        """Raises SourceError for an AnnData without X."""
+        if len(self._parts) > 1 or (matrices and matrices[0][1].name == "X"):
+            return
+        source = self._inputs[0]
+        layers = ", ".join(f"layers/{layer}" for layer in source.keys("layers")) or "no layers either"
+        raise SourceError(
+            f"{source.name} has no X, so there is nothing to train on. It holds: {layers}. Choose another "
+            "matrix as X with select=zl.Selection(x=...) (--x)"
+        )
 
-    def scan(self, matrix: SourceMatrix) -> MatrixScan:
+    def _results(self, scanned: Sequence[tuple[Part, SourceMatrix, MatrixScan]]) -> dict[str, Any]:
+        changes = {
+            part.at(name): dtypes for part, matrix, scan in scanned for name, dtypes in _changes(matrix, scan).items()
+        }
+        return {
+            "values": sum(scan.n_values for _, matrix, scan in scanned if matrix.name == "X"),
+            "dtypes_changed": changes,
+            "rows_made_canonical": {part.at(matrix.name): scan.mended for part, matrix, scan in scanned if scan.mended},
+            "dropped": [part.at(path) for part in self._parts for path in part.content.dropped],
+        }
+
+    def scan(self, part: Part, matrix: SourceMatrix) -> MatrixScan:
         """The first pass over a matrix."""
-        advance = self._bars.add(f"reading {matrix.name}", matrix.n_reads)
+        advance = self._bars.add(f"reading {part.at(matrix.name)}", matrix.n_reads)
         return scan_matrix(matrix, keep_dtype=keeps_dtype(matrix, self._options), advance=advance)
 
     def write(
-        self, destination: Destination, store: PendingStore, matrices: list[tuple[SourceMatrix, MatrixScan]]
+        self, destination: Destination, store: PendingStore, scanned: Sequence[tuple[Part, SourceMatrix, MatrixScan]]
     ) -> zarr.Group:
         """The second pass: writes the small elements, then every matrix. Returns the root."""
-        existing = destination.objects()
-        encoding = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
-        root = zarr.create_group(store, zarr_format=3, attributes=encoding)
-        ElementWriter(root, self._options, of=self._of).write_content(self._content)
+        existing, groups = destination.objects(), {}
+        for part in self._parts:
+            group = zarr.create_group(store, path=part.path, zarr_format=3, attributes=dict(part.attributes))
+            ElementWriter(group, self._options, of=self._of).write_content(part.content)
+            groups[part.path] = group
         with threads(destination.location.url) as pool:
-            target = Target(
-                command="convert",
-                root=root,
-                location=destination.location,
-                options=self._options,
-                threads=pool,
-                bars=self._bars,
-                create_object=destination.create_object,
-                existing=existing,
-            )
-            for matrix, scan in matrices:
+            for part, matrix, scan in scanned:
+                target = Target(
+                    command="convert",
+                    root=groups[part.path],
+                    location=destination.location,
+                    options=self._options,
+                    threads=pool,
+                    bars=self._bars,
+                    create_object=destination.create_object,
+                    existing=existing,
+                )
                 store_matrix(matrix, scan, target)
-        return root
-
-
-def _difference(before: Any, now: Any) -> str:
-    """Describes the first difference between two JSON documents."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in now:
-            if before.get(key) != now[key]:
-                return f"{key}: {_difference(before.get(key), now[key])}"
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        return next(_difference(a, b) for a, b in zip(before, now, strict=True) if a != b)
-    return f"was {before!r}, now {now!r}"
+        return groups[""]

@@ -20,15 +20,15 @@ from zloader.common.options import Cache
 from zloader.common.records import Rows
 from zloader.dataset.description import described, described_html
 from zloader.dataset.gene_axis import without_functions
-from zloader.dataset.matrices import Matrices
+from zloader.dataset.gene_table import GeneTable
+from zloader.dataset.matrices import Matrices, Panel
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Names, Shares, SplitRule, condition_of, listed
-from zloader.dataset.table import Table
 from zloader.dataset.views import Condition, RowSet, moved, rows_matching
 from zloader.order.sampling import Sampling
 from zloader.selecting.gene_names import GeneJoin
-from zloader.selecting.genes import ChosenGenes, GeneChoice
+from zloader.selecting.genes import GeneChoice
 from zloader.selecting.rows import RowChoice, positions_of, range_of
 
 _AS_STORED = GeneJoin()
@@ -85,7 +85,7 @@ def _is_all(chosen: Any) -> bool:
     return isinstance(chosen, slice) and chosen == slice(None)
 
 
-def _reopen_view(whole: Dataset, chosen: RowSet | None, panel: ChosenGenes | None) -> View:
+def _reopen_view(whole: Dataset, chosen: RowSet | None, panel: Panel | None) -> View:
     """Unpickles a View."""
     return View(whole, chosen, whole.matrices if panel is None else whole.matrices.with_panel(panel))
 
@@ -107,7 +107,7 @@ _OF_ANNDATA = {
 
 
 @answers
-class Dataset(Table):
+class Dataset(GeneTable):
     """One or several AnnData stores as one table of rows x genes. Made by `zl.open_dataset`.
 
     >>> import zloader as zl
@@ -144,9 +144,8 @@ class Dataset(Table):
 
     def _described(self, form: Callable[..., str]) -> str:
         n_vars = None if self.matrices.rule.as_stored else self.matrices.of_all_genes.n_genes("X")
-        chosen, panel = None if self.whole is self else self.n_obs, self.matrices.panel
-        kind, n_panel = "Dataset" if chosen is None else "View", None if panel is None else len(panel)
-        return form(kind, self.stores, self.url, n_vars=n_vars, chosen=chosen, panel=n_panel)
+        chosen, kind = (None, "Dataset") if self.whole is self else (self.n_obs, "View")
+        return form(kind, self.stores, self.url, n_vars=n_vars, chosen=chosen, panel=self.matrices.n_panel)
 
     def __len__(self) -> int:
         return self.n_obs
@@ -156,7 +155,8 @@ class Dataset(Table):
 
         - `rows`: a slice, a mask, or a list of row numbers or obs names, in ascending order.
         - `genes`: a gene name, a list of names or positions in any order, a mask such as a boolean column of `var`, or
-          a slice. The view has these genes in this order: a panel.
+          a slice. The view has these genes in this order: a panel. With modalities, names such as `"rna:CD3E"`, or a
+          mapping such as `{"rna": ["CD3E"]}`, which leaves all genes to the modalities that it does not name.
 
         >>> import zloader as zl
         >>> dataset = zl.open_dataset("atlas.zarr")

@@ -20,7 +20,8 @@ from zloader.caching.mirror import load_column, save_column
 from zloader.common.options import FetchOptions
 from zloader.common.progress import progress_bars
 from zloader.common.records import CsrArrays, MinibatchArrays
-from zloader.dataset.matrices import Matrices, as_scipy
+from zloader.dataset.in_memory import as_scipy
+from zloader.dataset.matrices import Matrices
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling
 from zloader.reading.fetch import FetchScheduler

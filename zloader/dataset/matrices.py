@@ -10,9 +10,9 @@ the axis. `ChosenGenes` are always positions on the axis, whether they were chos
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -23,10 +23,12 @@ from zloader.caching.mirror import Mirror, contents_of
 from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
-from zloader.common.messages import listed, suggestion
+from zloader.common.messages import suggestion
 from zloader.common.options import FetchOptions
-from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
+from zloader.common.records import CacheStatistics, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var, separate_var
+from zloader.dataset.in_memory import used_categories
+from zloader.dataset.modal_genes import genes_of_modalities, var_of_panel
 from zloader.dataset.modalities import frame_of, modality_of, obs_of
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
@@ -40,42 +42,47 @@ from zloader.selecting.genes import ChosenGenes, Genes, GenesOf, choose_genes
 from zloader.storage.layout import MatrixLayout
 from zloader.transforms.transform import Columns, Transform, bound_transforms
 
-if TYPE_CHECKING:
-    import scipy.sparse
+Panel: TypeAlias = Mapping[str, ChosenGenes]  # by frame: "var", or that of each modality; no genes of those in none
 
 
 class Matrices:
     """X, raw/X and the layers over the rows of all stores, one store after another.
 
-    `panel` are the genes of var that they have; None for all. raw/X then has the genes of these names.
+    `panel` are the genes of var that they have, by frame; None for all. raw/X then has the genes of these names. Of a
+    modality, it has none if there are none in its frame, and all if it lacks the frame.
     """
 
     def __init__(self, opened: OpenedStores, rule: GeneJoin) -> None:
         self._opened = opened
         self._stores = opened.stores
         self.rule = rule
-        self.panel: ChosenGenes | None = None
+        self.panel: Panel | None = None
         self._panels: dict[str, ChosenGenes] = {}  # by frame
         self._axes: dict[str, GeneAxis] = {}
         self._vars: dict[str, pd.DataFrame] = {}
 
-    def with_panel(self, panel: ChosenGenes | None) -> Matrices:
+    def with_panel(self, panel: Panel | None) -> Matrices:
         """The same matrices with the genes of a panel, or with all."""
         made = copy.copy(self)
-        made.panel, made._panels = panel, {} if panel is None else {"var": panel}
+        made.panel, made._panels = panel, dict(panel or {})
         return made
 
-    def with_genes(self, genes: Genes) -> Matrices:
+    def with_genes(self, genes: GenesOf) -> Matrices:
         """The same matrices with the genes that `genes` selects among those of var, in this order.
 
+        Of several modalities, `genes` has names such as `rna:CD3E`, or the genes of each by its name.
         Raises OptionError. Whatever asks for raw/X raises it later, if raw lacks one of them.
         """
-        if self.modalities:
-            raise OptionError(
-                f"{self._opened.url} has the modalities {listed(self.modalities)}, each with genes of its own: choose "
-                f"them in the Loader, as in genes={{'{self.modalities[0]}:X': [...]}}"
-            )
-        return self.with_panel(self._choose(genes, "var"))
+        if not self.modalities:
+            return self.with_panel({"var": self._choose(genes, "var")})
+        panel = dict(self.panel or {})
+        for modality, chosen in genes_of_modalities(genes, self._names_of_modalities()).items():
+            frame = frame_of(f"{modality}:X")
+            panel[frame] = ChosenGenes.none(self._length(frame)) if chosen is None else self._choose(chosen, frame)
+        return self.with_panel(panel)
+
+    def _names_of_modalities(self) -> dict[str, pd.Index]:
+        return {each: self.gene_names(f"{each}:X") for each in self.modalities}
 
     @property
     def of_all_genes(self) -> Matrices:
@@ -83,16 +90,28 @@ class Matrices:
         return self if self.panel is None else self.with_panel(None)
 
     def _panel_of(self, frame: str) -> ChosenGenes | None:
-        """The genes of the panel in `"var"` or `"raw/var"`. Raises OptionError if raw lacks one."""
-        if self.panel is not None and frame not in self._panels:
-            self._panels[frame] = self.of_all_genes._choose(self.axis("var").names[self.panel.positions], frame)
-        return self._panels.get(frame)
+        """The genes of the panel in a frame such as `"var"` or `"raw/var"`. Raises OptionError if it has none there."""
+        var = frame.removesuffix("raw/var") + "var" if frame.endswith("raw/var") else frame
+        chosen = None if self.panel is None else self.panel.get(var)
+        if chosen is None:
+            return None
+        if not len(chosen):
+            raise OptionError(f"the view has no genes of {frame}: choose some in dataset[:, genes]")
+        if frame not in self._panels:
+            self._panels[frame] = self.of_all_genes._choose(self.axis(var).names[chosen.positions], frame)
+        return self._panels[frame]
+
+    @property
+    def n_panel(self) -> int | None:
+        """The number of genes of the panel; None without one."""
+        return None if self.panel is None else self._length("var")
 
     @property
     def names(self) -> list[str]:
         """The values that `x` may take: X, raw/X and the layers that every store has."""
         first, *others = (store.matrix_names for store in self._stores)
-        return [name for name in first if all(name in names for names in others)]
+        of = [None, *self.modalities]
+        return [name for name in first if modality_of(name) in of and all(name in names for names in others)]
 
     def axis(self, frame: str) -> GeneAxis:
         """The genes of `"var"` or `"raw/var"`. Raises FormatError if the stores have genes that cannot be joined."""
@@ -105,24 +124,27 @@ class Matrices:
         return self._length(frame_of(x))
 
     def _length(self, frame: str) -> int:
-        if self.panel is not None:
-            return len(self.panel)
         if frame == "var" and self.modalities:
             return sum(self._length(frame_of(f"{each}:X")) for each in self.modalities)
+        if self.panel is not None and (var := frame.replace("raw/var", "var")) in self.panel:
+            return len(self.panel[var])
         if not self.rule.as_stored:
             return len(self.axis(frame).names)
         return self._stores[0].n_vars if frame == "var" else self._stores[0].length(frame)
 
     @property
     def modalities(self) -> list[str]:
-        """The modalities that every store has; none in an AnnData."""
+        """The modalities that every store has, and of which the panel has genes; none in an AnnData."""
         first, *others = (store.modalities for store in self._stores)
-        return [name for name in first if all(name in names for names in others)]
+        lacking = [] if self.panel is None else [frame for frame, chosen in self.panel.items() if not len(chosen)]
+        return [
+            name for name in first if all(name in names for names in others) and frame_of(f"{name}:X") not in lacking
+        ]
 
-    def present(self, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-        """For each modality that some of the matrices belong to, which rows of the dataset it has."""
-        found = dict.fromkeys(each for name in names if (each := modality_of(name)) is not None)
-        return {each: np.concatenate([_has(store, each) for store in self._stores]) for each in found}
+    def present(self, modalities: Iterable[str | None]) -> dict[str, NDArray[np.bool_]]:
+        """For each of some modalities, which rows of the dataset it has. None stands for the whole."""
+        found = dict.fromkeys(each for each in modalities if each is not None)
+        return {each: np.concatenate([store.has_rows(each) for store in self._stores]) for each in found}
 
     @property
     def lost(self) -> str:
@@ -137,6 +159,12 @@ class Matrices:
         Categories that none of the chosen genes has are left out, as in a subset of an AnnData.
         """
         frame = frame_of(x)
+        if frame == "var" and self.modalities and self.panel is not None:
+            if len(self._stores) > 1:  # whose columns may differ
+                return pd.DataFrame(index=self.gene_names(x))
+            return var_of_panel(
+                self._stores[0], {each: self._panel_of(frame_of(f"{each}:X")) for each in self.modalities}
+            )
         genes = self._panel_of(frame) if genes is None else genes
         if frame not in self._vars:
             if self.rule.as_stored:
@@ -150,6 +178,8 @@ class Matrices:
     def gene_names(self, x: str, genes: ChosenGenes | None = None) -> pd.Index:
         """The names of the columns of a matrix, or of the chosen genes."""
         frame = frame_of(x)
+        if frame == "var" and self.modalities and self.panel is not None:
+            return pd.Index(np.concatenate([names.to_numpy(object) for names in self._names_of_modalities().values()]))
         names, genes = self.axis(frame).names, self._panel_of(frame) if genes is None else genes
         return names if genes is None else names[genes.positions]
 
@@ -317,24 +347,3 @@ class Matrices:
         dtype = "float32" if np.result_type(*dtypes) == np.float16 else np.result_type(*dtypes).name
         recipe = Recipe(x={x: parts}, form=Form(dense=all(part.matrix.genes is None for part in parts), dtype=dtype))
         return read_at_once(recipe, rows, options).x[x]
-
-
-def _has(store: OpenedStore, modality: str) -> NDArray[np.bool_]:
-    rows = store.rows_of(modality)
-    return np.ones(store.n_obs, bool) if rows is None else rows >= 0
-
-
-def used_categories(frame: pd.DataFrame) -> pd.DataFrame:
-    """A shallow copy of a frame of obs or var without the categories that no row has."""
-    frame = frame.copy(deep=False)
-    for name, column in frame.select_dtypes("category").items():
-        frame[name] = column.cat.remove_unused_categories()
-    return frame
-
-
-def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:
-    """The rows as a SciPy CSR matrix, without a copy."""
-    # Imported here because minibatches of tensors do not need it.
-    import scipy.sparse
-
-    return scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), shape=(len(x.indptr) - 1, x.n_genes))

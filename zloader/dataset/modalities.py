@@ -5,13 +5,13 @@ number of its row there, counted from 1, or 0 if the modality lacks it. Nothing 
 when they are read, in 4 bytes per row and modality.
 
 A matrix of a modality is named `NAME:X`, `NAME:raw/X` or `NAME:layers/LAYER`, and an obs column `NAME:COLUMN`, as
-muon names them.
+muon names them. So are its obsm arrays, `NAME:X_pca`.
 """
 
 from __future__ import annotations
 
 import re
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import FormatError
 from zloader.common.records import Rows
 from zloader.dataset.elements import StoredElements
+from zloader.selecting.row_maps import RowMap, checked_map, is_whole, looked_up
 
 MUDATA = "MuData"
 _MATRIX = re.compile(r"([^/]+):(X|raw/X|layers/.+)", re.DOTALL)
@@ -92,55 +93,63 @@ class ModalElements(StoredElements):
                 found.setdefault(f"{each}:{column}", (each, column))
         return {name: of for name, of in found.items() if name not in self.columns("obs")}
 
-    def row_of(self, path: str) -> NDArray[np.integer] | None:
-        """For each row of the whole, its row in the modality whose matrix is at a path, or -1.
+    @cached_property
+    def obsm_paths(self) -> dict[str, str]:
+        """The paths of the obsm entries by name: those of the whole, and then `rna:NAME` of the modality rna."""
+        found = {name: f"obsm/{name}" for name in self.keys("obsm")}
+        for each in self.modalities:
+            for name in self.keys(f"mod/{each}/obsm"):
+                found.setdefault(f"{each}:{name}", f"mod/{each}/obsm/{name}")
+        return found
 
-        None if they are the same rows, and for a matrix that belongs to no modality.
-        """
+    def modality_at(self, path: str) -> str | None:
+        """The modality that an element at a path belongs to; None for one of the whole, and in an AnnData."""
         named = _PATH.fullmatch(path) if self.modalities else None
-        return None if named is None else self.rows_of(named[1])
+        return None if named is None else named[1]
+
+    def rows_at(self, path: str) -> int:
+        """The number of rows of the whole or of the modality that an element at a path belongs to."""
+        modality = self.modality_at(path)
+        return self.n_obs if modality is None else self.length(f"mod/{modality}/obs")
+
+    def row_of(self, path: str) -> RowMap | None:
+        """For each row of the whole, its row in the modality whose element is at a path, or -1.
+
+        None if they are the same rows, and for an element that belongs to no modality.
+        """
+        modality = self.modality_at(path)
+        return None if modality is None else self.rows_of(modality)
 
     def rows_in(self, path: str, rows: Rows) -> Rows:
         """The rows of the matrix at a path for some rows of the whole, without those that it lacks."""
         row_of = self.row_of(path)
-        if row_of is None:
-            return rows
-        found = row_of[rows]
-        return found[found >= 0].astype(np.int64)
+        return rows if row_of is None else looked_up(row_of, rows)[0]
 
-    def rows_of(self, modality: str) -> NDArray[np.integer] | None:
+    def rows_of(self, modality: str) -> RowMap | None:
         """As `row_of`, for a modality by name. Raises FormatError if its rows are not given, or do not exist."""
         if modality not in self._rows:
             self._rows[modality] = self._read_rows(modality)
         return self._rows[modality]
 
+    def has_rows(self, modality: str) -> NDArray[np.bool_]:
+        """Which rows of the whole a modality has."""
+        row_of = self.rows_of(modality)
+        return np.ones(self.n_obs, bool) if row_of is None else row_of >= 0
+
     @cached_property
-    def _rows(self) -> dict[str, NDArray[np.integer] | None]:
+    def _rows(self) -> dict[str, RowMap | None]:
         return {}
 
-    def _read_rows(self, modality: str) -> NDArray[np.integer] | None:
+    def _read_rows(self, modality: str) -> RowMap | None:
         path, n_rows = f"obsmap/{modality}", self.length(f"mod/{modality}/obs")
         if path not in self:
             raise FormatError(
                 f"{self.location.url} does not say which rows its modality {modality!r} has ({path}): open it with "
                 "mudata 0.2 or later, run mdata.update(), and write it again"
             )
-        found = np.asarray(self.element(path))
-        if found.shape != (self.n_obs,) or found.dtype.kind not in "iu":
-            raise self.damaged(path, f"it has {found.dtype} {found.shape}, and not one whole number for each row")
-        wrong = np.flatnonzero((found < 0) | (found > n_rows))
-        if len(wrong):
-            raise self.damaged(path, f"row {wrong[0]} is row {found[wrong[0]]} of {n_rows} rows, counted from 1")
-        rows: NDArray[np.integer] = (found.astype(np.int64) - 1).astype(np.int32 if n_rows < 1 << 31 else np.int64)
-        self._require_once(path, rows, n_rows)
-        return None if n_rows == len(rows) and (rows == np.arange(n_rows)).all() else rows
-
-    def _require_once(self, path: str, rows: NDArray[np.integer], n_rows: int) -> None:
-        """Raises FormatError if a row of the modality has several rows of the whole, or none."""
-        counts = np.bincount(rows[rows >= 0], minlength=n_rows)
-        wrong = np.flatnonzero(counts != 1)
-        if len(wrong):
-            raise self.damaged(path, f"row {wrong[0]} of the modality is {counts[wrong[0]]} rows of the whole")
+        stored, refused = np.asarray(self.element(path)), partial(self.damaged, path)
+        rows = checked_map(stored, n_whole=self.n_obs, n_rows=n_rows, refused=refused)
+        return None if is_whole(rows, n_rows) else rows
 
     def require_axis(self) -> None:
         """Raises FormatError unless the modalities of a MuData describe the same rows."""

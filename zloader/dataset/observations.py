@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,19 +23,17 @@ from zloader.caching.mirror import load_column, save_column
 from zloader.common import page_cache
 from zloader.common.checks import names_of
 from zloader.common.concurrent_calls import concurrently
-from zloader.common.errors import FormatError, MissingColumnError, OptionError, ZloaderError
+from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
+from zloader.dataset.obsm_arrays import ObsmArrays
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
 from zloader.dataset.stack_columns import column_of_rows, columns_of, obs_names_of
 from zloader.reading.column_rows import PagedColumn
-from zloader.reading.fetch import read_at_once
-from zloader.reading.forms import Form
-from zloader.reading.recipe import Recipe, RowColumns
-from zloader.selecting.columns import ObsColumn, concatenated, joined, require_exact, unalike, unfit_obs, unfit_obsm
+from zloader.selecting.columns import ObsColumn, concatenated, joined, unalike, unfit_obs
 from zloader.selecting.groups import shares
 
 NAME_BYTES = 100  # of an obs name as a Python string, with its place in an Index
@@ -88,7 +85,7 @@ class Observations:
         self._of_stores = [columns_of(store) for store in opened.stores]
         self.paged = PagedColumns(opened, self._of_stores)
         self._columns: dict[str, ObsColumn] = {}
-        self._arrays: dict[str, NDArray[Any]] = {}
+        self.arrays = ObsmArrays(opened, self._of_stores, self.paged)
 
     @cached_property
     def n_rows(self) -> int:
@@ -108,12 +105,6 @@ class Observations:
         if modality is None:
             return {name: name for name, of in found.items() if of is None}
         return {name: of[1] for name, of in found.items() if of is not None and of[0] == modality}
-
-    @cached_property
-    def array_names(self) -> list[str]:
-        """Sorted names of the obsm entries that every store has."""
-        first, *others = (set(store.keys("obsm")) for store in self._stores)
-        return sorted(first.intersection(*others))
 
     @cached_property
     def _ends(self) -> Rows:
@@ -237,10 +228,6 @@ class Observations:
         """Those of some obs columns whose rows are loaded with each fetch."""
         return {name: paged for name in names if (paged := self.paged_column(name, options)) is not None}
 
-    def paged_arrays(self, names: Sequence[str], options: FetchOptions) -> dict[str, PagedColumn]:
-        """Those of some obsm arrays whose rows are loaded with each fetch."""
-        return {name: paged for name in names if (paged := self.paged_array(name, options)) is not None}
-
     def require_columns(self, names: Sequence[str]) -> None:
         """Raises MissingColumnError for the first name that some store lacks."""
         for name in names:
@@ -272,85 +259,11 @@ class Observations:
             raise differ
         return concurrently(lambda columns: columns.column(name), self._of_stores)
 
-    def array(self, name: str) -> NDArray[Any]:
-        """One obsm array of all rows, rows x dims, in the stored dtype; over several stores, in their common dtype.
-
-        Raises MissingColumnError, OptionError for an entry that is not an array of numbers, and FormatError if the
-        arrays of the stores do not fit together.
-        """
-        if not isinstance(name, str) or name not in self._arrays:
-            self.require_arrays([name])
-            self._arrays[name] = self._read_array(f"obsm/{name}")
-        return self._arrays[name]
-
-    def array_rows(self, name: str, rows: Rows) -> NDArray[Any]:
-        """Some rows of an obsm array, in the order given. Of a large one, no others are read."""
-        paged = self.paged_array(name, FetchOptions())
-        if paged is None:
-            return self.array(name)[rows]
-        columns = RowColumns(obsm=lambda: {name: paged.prepared()}, paged=[paged])
-        recipe = Recipe(x={}, form=Form(dense=True, dtype=None), columns=columns)
-        return read_at_once(recipe, rows, FetchOptions()).obsm[name]
-
-    def paged_array(self, name: str, options: FetchOptions) -> PagedColumn | None:
-        """A large obsm array whose rows are loaded with each fetch. None for any other, and if it was read whole."""
-        if name in self._arrays:
-            return None
-        self.require_arrays([name])
-        return self.paged.obsm(name, options)
-
-    def _read_array(self, path: str) -> NDArray[Any]:
-        """The arrays of all stores as one array, memory-mapped if there is a cache."""
-        if len(self._of_stores) == 1:
-            return self._of_stores[0].whole(path)
-        nodes, joint, column = [store.node(path) for store in self._stores], self._directory, None
-        shape = self.n_rows, *nodes[0].shape[1:]
-        dtype = np.result_type(*(node.dtype.newbyteorder("=") for node in nodes))
-        if joint is not None:
-            column = load_column(joint, f"/{path}", shape=shape, dtype=dtype)
-        if column is not None:  # and the arrays of the stores are not read
-            return column
-        arrays = concurrently(lambda columns: columns.whole(path), self._of_stores)
-        require_exact(path, arrays)
-        if joint is not None:
-            column = save_column(joint, f"/{path}", arrays, shape=shape, dtype=dtype)
-        return np.concatenate(arrays) if column is None else column
-
-    def require_arrays(self, names: Sequence[str]) -> None:
-        """Raises the error that `array` would raise for the first unusable name, from metadata alone."""
-        for name in names:
-            for store in self._stores:
-                if not isinstance(name, str) or name not in store.keys("obsm"):
-                    known = ", ".join(map(repr, self.array_names)) or "none"
-                    raise MissingColumnError(
-                        f"there is no obsm {name!r} in {store.location.url}; there are: {known}"
-                        f"{suggestion(name, self.array_names)}"
-                    )
-            if (unfit := self._unfit(name)) is not None:
-                raise unfit
-
-    def array_bytes(self) -> int:
-        """The bytes per row of `usable_arrays` together."""
-        nodes = (self._stores[0].node(f"obsm/{name}") for name in self.usable_arrays)
-        return sum(math.prod(node.shape[1:]) * node.dtype.itemsize for node in nodes)
-
-    @property
-    def usable_arrays(self) -> list[str]:
-        """The obsm names that minibatches can carry: arrays of numbers, alike in all stores."""
-        return [name for name in self.array_names if self._unfit(name) is None]
-
-    def _unfit(self, name: str) -> ZloaderError | None:
-        try:
-            nodes = [store.node(f"obsm/{name}") for store in self._stores]
-        except FormatError as error:
-            return error
-        return unfit_obsm(name, nodes, [store.n_obs for store in self._stores], self._opened.urls)
-
     def cache_all(self) -> None:
         """Reads the obs names and every obs column and obsm array that minibatches carry, which fills the cache."""
         concurrently(lambda names: names.load_all(), self._names)
         for name in self.column_names:
             with contextlib.suppress(OptionError):  # no tensor can hold it, such as a column of complex numbers
                 self.column(name)
-        for name in self.usable_arrays:
-            self.array(name)
+        for name in self.arrays.usable:
+            self.arrays.whole(name)

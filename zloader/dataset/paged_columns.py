@@ -60,10 +60,10 @@ class PagedColumns:
             return None if parts is None else PagedColumn(parts=parts)
         return PagedColumn(parts=parts, recode=labels.recode, prepare=lambda: labels.joined)
 
-    def obsm(self, name: str, options: FetchOptions) -> PagedColumn | None:
-        """An obsm array whose rows are loaded with each fetch; None if it has to be read whole."""
-        parts = self._parts(f"obsm/{name}", options, f"/obsm/{name}")
-        return None if parts is None else PagedColumn(parts=parts, row_shape=self._node(f"obsm/{name}").shape[1:])
+    def obsm(self, name: str, path: str, options: FetchOptions) -> PagedColumn | None:
+        """The obsm array at a path, whose rows are loaded with each fetch; None if it has to be read whole."""
+        parts = self._parts(path, options, f"/obsm/{name}")
+        return None if parts is None else PagedColumn(parts=parts, row_shape=self._node(path).shape[1:])
 
     def labels(self, name: str) -> pd.Index | np.dtype[Any] | None:
         """What `ObsColumn.labels` is for a column that is kept chunk by chunk; None for any other. Reads no rows."""
@@ -171,7 +171,7 @@ def _layout(store: OpenedStore, path: str, kinds: str) -> ArrayLayout | None:
     """The layout of an array with one row per row of a store; None if it cannot be read chunk by chunk."""
     try:
         node = store.node(path)
-        if not isinstance(node, zarr.Array) or node.shape[:1] != (store.n_obs,) or node.dtype.kind not in kinds:
+        if not isinstance(node, zarr.Array) or node.shape[:1] != (store.rows_at(path),) or node.dtype.kind not in kinds:
             return None
         if path.startswith("obs/") and node.ndim > 1:
             return None
@@ -186,7 +186,8 @@ def _layout(store: OpenedStore, path: str, kinds: str) -> ArrayLayout | None:
 def _part(store: OpenedStore, array: MirrorArray, options: FetchOptions) -> MatrixPart:
     layout = array.layout
     width = int(np.prod(store.node(layout.path).shape[1:]))
-    matrix = MatrixLayout(path=layout.path, n_rows=store.n_obs, n_genes=width, values=layout, genes=None)
+    n_rows = store.rows_at(layout.path)
+    matrix = MatrixLayout(path=layout.path, n_rows=n_rows, n_genes=width, values=layout, genes=None)
     assert store.mirror_directory is not None
     return MatrixPart(
         url=store.location.url,
@@ -195,4 +196,5 @@ def _part(store: OpenedStore, array: MirrorArray, options: FetchOptions) -> Matr
         object_sizes=store.object_sizes(),
         source=store.source(options),
         mirror=Mirror(store.mirror_directory, [array]),
+        row_of=store.row_of(layout.path),
     )

@@ -149,7 +149,10 @@ class OpenedStore(ModalElements):
                 f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(self.matrix_names)}"
                 f"{suggestion(name, self.matrix_names)}"
             )
-        name = path_of(name)
+        return self.matrix_at(path_of(name))
+
+    def matrix_at(self, name: str) -> MatrixLayout:
+        """As `matrix`, for the path of a matrix, such as `"mod/rna/X"`."""
         node = self.node(name)
         if isinstance(node, zarr.Array):
             n_rows, n_genes = self.shape(name)

@@ -4,8 +4,8 @@ A large fetch of many small blocks mixes rows well. Small blocks cost decoding, 
 So blocks are about two chunks long, and a fetch has 256 of them. If memory is short, a fetch gets fewer blocks, down to
 64, and then shorter ones, as long as at most four rows are decoded per row of a block.
 
-The rows of sets and controls are single rows. A fetch of sets has as many rows as one of blocks would have, or fewer if
-the chunks of all these rows take more memory.
+The rows of sets, controls and neighbours are single rows. A fetch of sets has as many rows as one of blocks would have,
+or fewer if the chunks of all these rows take more memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zloader.common.options import FetchOptions
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.cell_sets import CellSets, whole_sets
 from zloader.order.controls import MatchedControls
+from zloader.order.neighbors import Neighbors
 from zloader.order.shuffling import BlockShuffling, stratified
 
 # A chunk is decoded whole, so a block of B rows decodes B rows plus one chunk on average.
@@ -43,11 +44,12 @@ class Suggestion:
 
     - `batch_size`, `fetch_factor` and `sampling`: arguments of a Loader. `sampling` has blocks of `block_size` rows, or
       is the given one.
-    - `n_controls`: controls per row.
+    - `n_controls`, `n_neighbors`: controls and neighbours per row.
     - `rows_per_chunk`: rows in a stored chunk, on average.
     - `spread`: for a view, rows of the stores per row of the view; otherwise 1.
-    - `fetch_rows`, `fetch_bytes`: the most rows in one fetch without controls, and the decoded size of the chunks of
-      rows and controls.
+    - `fetch_rows`, `fetch_bytes`: the most rows in one fetch without controls and neighbours, and the decoded size of
+      the chunks of all of them. It is an upper bound: each neighbour counts with a chunk of its own, as if neighbours
+      were stored anywhere.
     - `memory_bytes`: the memory for all loaded fetches together.
     """
 
@@ -56,6 +58,7 @@ class Suggestion:
     sampling: BlockShuffling | CellSets
     block_size: int
     n_controls: int
+    n_neighbors: int
     rows_per_chunk: float
     spread: float
     fetch_rows: int
@@ -70,11 +73,12 @@ class Suggestion:
             of_what, mixed = "row of a block", f"mixes up to {n_blocks} blocks with {rows}"
         else:
             of_what, mixed = "row", f"has up to {rows}"
-        controls = f" and {self.fetch_rows * self.n_controls:,} controls" if self.n_controls else ""
+        more = {"controls": self.n_controls, "neighbours": self.n_neighbors}
+        companions = "".join(f" and {self.fetch_rows * n:,} {what}" for what, n in more.items() if n)
         return (
             f"<Suggestion: batch_size={self.batch_size}, fetch_factor={self.fetch_factor}, "
             f"sampling={self.sampling}: a chunk has {self.rows_per_chunk:,.1f} rows, so {decoded:.1f} rows are "
-            f"decoded per {of_what}; a fetch {mixed}{controls} and takes up to {self.fetch_bytes / 1e6:,.1f} of "
+            f"decoded per {of_what}; a fetch {mixed}{companions} and takes up to {self.fetch_bytes / 1e6:,.1f} of "
             f"{self.memory_bytes / 1e6:,.1f} MB>"
         )
 
@@ -88,6 +92,7 @@ def suggest(
     x: str | Sequence[str] = "X",
     sampling: CellSets | None = None,
     controls: MatchedControls | None = None,
+    neighbors: Neighbors | None = None,
 ) -> Suggestion:
     """Suggests a fetch_factor and a block size that mix rows well, decode few extra rows and fit into memory.
 
@@ -108,7 +113,7 @@ def suggest(
     - `memory`: the memory budget of the loader, as in zl.FetchOptions: bytes, text such as "8GB", or 0 for its default.
     - `x`: the matrix to load, or a list of matrices.
     - `sampling`: the sets of the Loader, if it has any. Only the fetch_factor is suggested then.
-    - `controls`: the controls of the Loader, if it has any.
+    - `controls`, `neighbors`: the controls and neighbours of the Loader, if it has any.
 
     Reads metadata only. The rows of a view are assumed to be spread evenly over the dataset, as those of a split are.
     Raises OptionError for unusable arguments, and FormatError if the matrix cannot be read or there are no rows.
@@ -118,6 +123,8 @@ def suggest(
         raise OptionError(f"sampling must be a zl.CellSets, not {sampling!r:.100}: suggest finds blocks by itself")
     if not isinstance(controls, MatchedControls | None):
         raise OptionError(f"controls must be a zl.MatchedControls, not {controls!r:.100}")
+    if not isinstance(neighbors, Neighbors | None):
+        raise OptionError(f"neighbors must be a zl.Neighbors, not {neighbors!r:.100}")
     matrices = [matrix for name in one_or_more(x=x) for matrix in dataset.matrices.layouts(name) if matrix.n_rows]
     n_rows = dataset.whole.n_obs
     if not n_rows or not dataset.n_obs:
@@ -133,6 +140,7 @@ def suggest(
         options=FetchOptions(memory=memory),
         sets=sampling,
         n_controls=controls.n if controls else 0,
+        n_neighbors=neighbors.k if neighbors else 0,
     )
 
 
@@ -146,6 +154,7 @@ def sizes(  # noqa: PLR0913
     options: FetchOptions,
     sets: CellSets | None = None,
     n_controls: int = 0,
+    n_neighbors: int = 0,
 ) -> Suggestion:
     """`suggest` for every `spread`-th row of a matrix, `n_rows` in all, with `row_bytes` decoded bytes per row."""
     require_count(batch_size=batch_size)
@@ -156,30 +165,31 @@ def sizes(  # noqa: PLR0913
     def decoded(block_size: int) -> float:
         return _decoded_rows(block_size, rows_per_chunk, spread)
 
-    def with_controls(block_size: int) -> float:
-        return decoded(block_size) + block_size * n_controls * decoded(1)
+    def with_companions(block_size: int) -> float:
+        return decoded(block_size) + block_size * (n_controls + n_neighbors) * decoded(1)
 
     block_size = 1 << max(0, round(math.log2(_BLOCK_CHUNKS * rows_per_chunk)))
-    while room_rows / with_controls(block_size) < _LEAST_BLOCKS and not sets:
+    while room_rows / with_companions(block_size) < _LEAST_BLOCKS and not sets:
         if block_size == 1 or decoded(block_size // 2) > block_size // 2 * _MOST_DECODED:
             break
         block_size //= 2
     most_blocks = _BLOCKS
     if sets:
         most_blocks, block_size = _BLOCKS * block_size, 1
-    n_blocks = min(most_blocks, room_rows / with_controls(block_size))
+    n_blocks = min(most_blocks, room_rows / with_companions(block_size))
     if n_blocks < 1:  # not even one block fits: load one minibatch at a time, regardless of its size
         n_blocks = 0
     fetch_factor = max(1, min(int(n_blocks * block_size) // batch_size, -(-n_rows // batch_size)))
     block_size = min(block_size, batch_size * fetch_factor)
     fetch_rows = min(batch_size * fetch_factor, n_rows)
-    per_row = with_controls(block_size) / block_size
+    per_row = with_companions(block_size) / block_size
     return Suggestion(
         batch_size=int(batch_size),
         fetch_factor=fetch_factor,
         sampling=sets or stratified(block_size),
         block_size=block_size,
         n_controls=n_controls,
+        n_neighbors=n_neighbors,
         rows_per_chunk=rows_per_chunk,
         spread=spread,
         fetch_rows=fetch_rows,

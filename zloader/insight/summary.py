@@ -109,8 +109,14 @@ def summarize(dataset: Dataset) -> StoreSummary:
         stored_bytes=sum(store.objects.total_bytes() for store in stores),
         obs=[_column(stores, name) for name in dataset.obs_columns],
         matrices=[_matrix(dataset, name) for name in dataset.matrix_names],
-        others=[f"{group}/{key}" for group in _OTHERS for key in _in_all([store.keys(group) for store in stores])],
+        others=[
+            f"{group}/{key}" for group in _OTHERS for key in _in_all([_names_in(store, group) for store in stores])
+        ],
     )
+
+
+def _names_in(store: OpenedStore, group: str) -> Sequence[str]:
+    return list(store.obsm_paths) if group == "obsm" else store.keys(group)
 
 
 def _in_all(groups: Sequence[Any]) -> list[str]:

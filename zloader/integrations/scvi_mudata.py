@@ -9,8 +9,6 @@ scvi-tools is copied.
 from __future__ import annotations
 
 import copy
-import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -19,41 +17,22 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from scvi import REGISTRY_KEYS
-from scvi.model import MULTIVI, TOTALVI
+from scvi.model import TOTALVI
 
-from zloader.common.checks import names_of, require_count
+from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.dataset.dataset import Dataset, require_dataset
-from zloader.dataset.modalities import modality_of
 from zloader.dataset.views import Condition
 from zloader.integrations.scvi_encoding import Encoding, LookUp, MinibatchEncoder, Tensors, encoding_of, require_finite
 from zloader.integrations.scvi_registry import ALONE, InferenceBatches, TrainingBatches, warn_unless_counts
 from zloader.integrations.scvi_rows import TrainingRows
 from zloader.integrations.scvi_sample import Contents, Sample, rows_with_proteins, sampled_rows
+from zloader.integrations.scvi_setup import KEYS, Setup
 from zloader.selecting.genes import Genes
 from zloader.training.minibatch import Minibatch
 
 _INDICES = REGISTRY_KEYS.INDICES_KEY
-_KEYS = {  # of scvi's tensors, by the option of `setup_mudata` that names the layer
-    "rna_layer": REGISTRY_KEYS.X_KEY,
-    "atac_layer": REGISTRY_KEYS.ATAC_X_KEY,
-    "protein_layer": REGISTRY_KEYS.PROTEIN_EXP_KEY,
-}
-_COLUMNS = (
-    "batch_key",
-    "panel_key",
-    "size_factor_key",
-    "categorical_covariate_keys",
-    "continuous_covariate_keys",
-)
-
-
-def _listed(option: str, given: str | Sequence[str] | None) -> list[str]:
-    """The obs columns of an option, which is a name or a list of names."""
-    if option in ("batch_key", "panel_key") and not isinstance(given, str | None):
-        raise OptionError(f"{option} must be the name of one obs column, not {given!r:.100}")
-    return names_of(**{option: [given] if isinstance(given, str) and not option.endswith("s") else given or []})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,48 +130,20 @@ class MuDataModule(TrainingRows):
         self._begin()
         require_count(sample_rows=self.sample_rows)
         self.batch_size = 128  # of inference; `model.train(batch_size=...)` decides for the training
-        given = {"rna_layer": self.rna, "atac_layer": self.atac, "protein_layer": self.proteins}
-        self._layers = {option: name for option, name in given.items() if name is not None}
-        self._require_matrices()
-        self._columns = {option: names for option in _COLUMNS if (names := _listed(option, getattr(self, option)))}
-        self._size_factors = self._columns.get("size_factor_key", [])
-        self._categorical = self._columns.get("categorical_covariate_keys", [])
-        self._continuous = self._columns.get("continuous_covariate_keys", [])
-        self._contents = Contents(genes=self._genes_of_matrices(), columns=self._places())
-        require_finite(self.dataset, self._size_factors + self._continuous)
-        labelled = [None, self.batch_key, self.panel_key, *self._categorical]
+        layers = {"rna_layer": self.rna, "atac_layer": self.atac, "protein_layer": self.proteins}
+        self._setup = Setup.of(self.dataset, layers, vars(self))
+        matrices = self.dataset.matrices
+        chosen = matrices.choose_genes(self.genes, self._setup.matrices)
+        genes = {name: matrices.gene_names(name, chosen.get(name)) for name in self._setup.matrices}
+        self._contents = Contents(genes=genes, columns=self._setup.places)
+        require_finite(self.dataset, [*self._setup.size_factors, *self._setup.continuous])
+        labelled = [None, self.batch_key, self.panel_key, *self._setup.categorical]
         self._codes = {name: encoding_of(self.dataset, name) for name in labelled}
         self._encoder = self._encoder_of(self._codes, self.dataset)
         self.training_rows, self.validation_rows = self._split()
         self._shuffled(self.training_rows, None, **ALONE)  # raises for options that cannot be used
-        for name in self._layers.values():
+        for name in self._setup.matrices:
             warn_unless_counts(self.dataset, name)
-
-    def _require_matrices(self) -> None:
-        """Raises OptionError unless there is a matrix of counts of each of several modalities."""
-        names = list(self._layers.values())
-        if not all(isinstance(name, str) for name in names):
-            raise OptionError(f"rna, proteins and atac must be names of matrices, such as 'rna:X', not {names!r:.100}")
-        modalities = {modality_of(name) for name in names}
-        if not names or None in modalities or len(modalities) < len(names):
-            raise OptionError(
-                f"rna, proteins and atac must be matrices of different modalities, such as 'rna:X', not {names!r}: "
-                f"{self.dataset.url} has {', '.join(self.dataset.matrix_names)}. DataModule takes one matrix"
-            )
-        for name in names:
-            if name.endswith(":raw/X"):
-                raise OptionError(f"scvi-tools has no option for {name}: copy it to a layer, and give its name")
-            self.dataset.matrices.layouts(name)
-
-    def _genes_of_matrices(self) -> dict[str, Any]:
-        matrices, names = self.dataset.matrices, list(self._layers.values())
-        chosen = matrices.choose_genes(self.genes, names)
-        return {name: matrices.gene_names(name, chosen.get(name)) for name in names}
-
-    def _places(self) -> dict[str, tuple[str | None, str]]:
-        """The modality of each obs column, and its name there."""
-        store, names = self.dataset.stores[0], dict.fromkeys(itertools.chain(*self._columns.values()))
-        return {name: store.modality_of_column(name) or (None, name) for name in names}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{len(genes)} columns of {name}" for name, genes in self._contents.genes.items())
@@ -213,7 +164,7 @@ class MuDataModule(TrainingRows):
         Raises OptionError for matrices and columns that the class does not take, and for rows without a modality if the
         class is TOTALVI.
         """
-        setup = self._setup_of(model_class)
+        setup = self._setup.options(model_class)
 
         def make(sample: Sample) -> Any:
             model_class.setup_mudata(sample, **setup)
@@ -227,66 +178,14 @@ class MuDataModule(TrainingRows):
         With `query`, `TOTALVI.load_query_data(mdata, directory, **options)`: the model learns the new batches of this
         module (scArches). Raises OptionError for a model that was set up with other matrices or columns.
         """
-        setup = self._setup_of(model_class)
-        self._require_same(model_class.load_registry(str(directory), options.get("prefix")), setup)
+        setup = self._setup.options(model_class)
+        registry = model_class.load_registry(str(directory), options.get("prefix"))
+        self._setup.require_same(registry, setup, self._contents.genes)
         if query:
             return self._attached(
                 lambda sample: model_class.load_query_data(sample, str(directory), **options), model_class
             )
         return self._attached(lambda sample: model_class.load(str(directory), sample, **options), model_class)
-
-    def _require_same(self, registry: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
-        """Raises OptionError if a saved model was set up with other matrices, columns or genes."""
-        made_for = {option: value for option, value in registry["setup_args"].items() if value is not None}
-        wanted = {option: value for option, value in setup.items() if value is not None}
-        if made_for != wanted:
-            raise OptionError(f"the model was set up with {made_for}, but this module has {wanted}: give it the same")
-        for option, name in self._layers.items():
-            known = registry["field_registries"][_KEYS[option]]["state_registry"]["column_names"]
-            if list(known) != list(self._contents.genes[name]):
-                raise OptionError(
-                    f"the model has {len(known)} columns of {name}, and this module others, or in another order: give "
-                    "it those of the training, as in genes={...}"
-                )
-
-    def _setup_of(self, model_class: Any) -> dict[str, Any]:
-        """The options of `setup_mudata`."""
-        known = isinstance(model_class, type) and issubclass(model_class, TOTALVI | MULTIVI)
-        if not known:
-            raise OptionError(f"the model must be TOTALVI or MULTIVI, not {model_class!r:.100}")
-        if issubclass(model_class, TOTALVI) and (self.rna is None or self.proteins is None):
-            raise OptionError("TOTALVI needs rna and proteins, such as rna='rna:X', proteins='prot:X'")
-        setup: dict[str, Any] = {}
-        modalities = {option: modality_of(name) for option, name in self._layers.items()}
-        for option, name in self._layers.items():
-            path = name.partition(":")[2]
-            setup[option] = None if path == "X" else path.removeprefix("layers/")
-        for option, columns in self._columns.items():
-            owners, names = zip(*map(self._contents.columns.__getitem__, columns), strict=True)
-            single = option in ("batch_key", "panel_key") or (option == "size_factor_key" and len(names) == 1)
-            if len(set(owners)) > 1:
-                raise OptionError(f"{option} of scvi-tools takes columns of one modality, not {', '.join(columns)}")
-            setup[option] = names[0] if single else list(names)
-            if owners[0] is not None:
-                modalities[option] = owners[0]
-        taken = inspect.signature(model_class.setup_mudata).parameters
-        if wrong := [option for option in setup if option not in taken]:
-            raise OptionError(f"{model_class.__name__} takes no {wrong[0].removesuffix('_layer')}: leave it out")
-        if issubclass(model_class, TOTALVI) != (len(self._size_factors) == 1) and self._size_factors:
-            raise OptionError("size_factor_key is one obs column for TOTALVI, and a list of two for MULTIVI")
-        return setup | {"modalities": modalities}
-
-    def _require_all_modalities(self) -> None:
-        """Raises OptionError if a row lacks a modality."""
-        modalities = list(dict.fromkeys(filter(None, map(modality_of, self._layers.values()))))
-        every = " & ".join(f"dataset.present({each!r})" for each in modalities)
-        for modality in modalities:
-            lacking = np.flatnonzero(~self.dataset.present(modality))
-            if len(lacking):
-                raise OptionError(
-                    f"TOTALVI learns from rows that have every modality, but {len(lacking)} of {self.dataset.n_obs} "
-                    f"rows have no {modality}, such as row {lacking[0]}: take the others with dataset.where({every})"
-                )
 
     def _sample(self) -> Sample:
         batches = self._codes[self.batch_key if self.panel_key is None else self.panel_key]
@@ -301,7 +200,7 @@ class MuDataModule(TrainingRows):
     def _attached(self, make: Callable[[Sample], Any], model_class: Any) -> Any:
         """A model that is made of a sample, and then reads all rows."""
         if issubclass(model_class, TOTALVI):
-            self._require_all_modalities()
+            self._setup.require_all_modalities()
         sample = self._sample()
         model = make(sample)
         if getattr(model.module, "modality_weights", None) == "cell":
@@ -357,7 +256,7 @@ class MuDataModule(TrainingRows):
         """
         rows = self.dataset if dataset is None else dataset
         require_dataset(rows)
-        require_finite(rows, self._size_factors + self._continuous)
+        require_finite(rows, [*self._setup.size_factors, *self._setup.continuous])
         size = self.batch_size if batch_size is None else batch_size
         return self._inference(rows, self._encoder_for(model, rows), torch.device(model.device), size)
 
@@ -373,7 +272,7 @@ class MuDataModule(TrainingRows):
         chosen: Any = self.genes
         if rows.matrices is not self.dataset.matrices:  # another dataset, whose genes are found by name
             chosen = {name: genes.tolist() for name, genes in self._contents.genes.items()}
-        return {"x": list(self._layers.values()), "genes": chosen}
+        return {"x": self._setup.matrices, "genes": chosen}
 
     def _encoder_for(self, model: Any, rows: Dataset) -> _Encoder:
         """The encoder of the minibatches of some rows, with the codes of a model."""
@@ -383,25 +282,25 @@ class MuDataModule(TrainingRows):
         if self.panel_key is not None:
             labels[self.panel_key] = states["panel"]["categorical_mapping"]
         mappings = states[REGISTRY_KEYS.CAT_COVS_KEY].get("mappings", {}).values()
-        labels |= dict(zip(self._categorical, mappings, strict=True))
+        labels |= dict(zip(self._setup.categorical, mappings, strict=True))
         codes = {name: Encoding(name=name, labels=np.asarray(each)) for name, each in labels.items()}
         return self._encoder_of(codes, rows, indices=_INDICES in fields)
 
     def _encoder_of(self, codes: Mapping[str | None, Encoding], rows: Dataset, *, indices: bool = False) -> _Encoder:
         panel = None if self.panel_key is None else codes[self.panel_key].look_up(rows)
         return _Encoder(
-            matrices={_KEYS[option]: name for option, name in self._layers.items()},
+            matrices={KEYS[option]: name for option, name in self._setup.layers.items()},
             obs=MinibatchEncoder(
                 batch=codes[self.batch_key].look_up(rows),
                 labels=None,
                 no_label=0,
                 batch_key=self.batch_key,
                 label_key=None,
-                categorical={name: codes[name].look_up(rows) for name in self._categorical},
-                continuous=self._continuous,
+                categorical={name: codes[name].look_up(rows) for name in self._setup.categorical},
+                continuous=self._setup.continuous,
             ),
             panel=None if panel is None or self.panel_key is None else (self.panel_key, panel),
-            size_factors=self._size_factors,
+            size_factors=self._setup.size_factors,
             indices=indices,
         )
 

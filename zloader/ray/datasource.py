@@ -54,6 +54,7 @@ def read(
     The column `index` has the row numbers in the dataset. A CSR matrix `X` is two columns of lists, `X/genes` (int32,
     ascending) and `X/values`. With `layout="dense"` it is a tensor column `X`. Obs columns have the numbers that
     minibatches have: categories and strings are codes (int64), and `dataset.obs_column(name).labels` are their labels.
+    With matrices or obsm arrays of modalities, the column `present/rna` says which rows the modality rna has (bool).
     `zr.Collate` makes torch tensors of these columns, for `iter_torch_batches(collate_fn=...)`.
 
     Each read task makes some consecutive fetches of the plan, and yields a block of `batch_size` rows after another. A
@@ -63,7 +64,7 @@ def read(
 
     Args:
         dataset: a Dataset or a View.
-        fields: matrices (`"X"`, `"layers/NAME"`, `"raw/X"`), and `"obs/NAME"`, `"obsm/NAME"` and `"obs_names"`.
+        fields: matrices (`"X"`, `"layers/NAME"`, `"raw/X"`, `"rna:X"`), `"obs/NAME"`, `"obsm/NAME"` and `"obs_names"`.
         epoch: which epoch of the order.
         ray_options: of `ray.data.read_datasource`, such as `{"num_cpus": 2, "override_num_blocks": 64}`. Default: one
             task per fetch, and at most 200.
@@ -225,6 +226,7 @@ def _no_rows(loader: Loader) -> MinibatchArrays:
         obsm={name: rows_of(array, none, {}) for name, array in recipe.columns.obsm().items()},
         index=none,
         names=None if recipe.columns.names is None else np.empty(0, object),
+        present={modality: has[none] for modality, has in recipe.columns.present.items()},
     )
 
 

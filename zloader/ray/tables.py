@@ -29,6 +29,7 @@ def table_of(arrays: MinibatchArrays) -> pa.Table:
             columns[name] = _tensors(x)
     columns |= {f"obs/{name}": values for name, values in arrays.obs.items()}
     columns |= {f"obsm/{name}": _tensors(array) for name, array in arrays.obsm.items()}
+    columns |= {f"present/{modality}": has for modality, has in arrays.present.items()}
     if arrays.names is not None:
         columns["obs_names"] = pa.array(arrays.names, pa.string())
     return pa.table(columns)

@@ -46,7 +46,8 @@ class PagedColumn:
     def taken(self, rows: Rows, loaded: LoadedColumn) -> NDArray[Any]:
         """The values of rows that were loaded, in the dtype of minibatches. Raises FormatError for a wrong code."""
         dtype = self.parts[0].matrix.values.dtype if self.recode is None else np.dtype(np.int64)
-        taken = np.empty((len(rows), *self.row_shape), dtype)
+        lacks_rows = any(part.row_of is not None for part in self.parts)  # which are zeros
+        taken = (np.zeros if lacks_rows else np.empty)((len(rows), *self.row_shape), dtype)
         width = math.prod(self.row_shape)
         for number, here, elements in loaded:  # chunks, and with them all parts of them, hold whole rows
             values = elements.source.reshape(-1, *self.row_shape)[elements.starts // width]

@@ -23,6 +23,7 @@ from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
 from zloader.reading.row_reader import RowReader
 from zloader.selecting.genes import ChosenGenes
+from zloader.selecting.row_maps import RowMap, looked_up
 from zloader.storage.layout import MatrixLayout, RowOffsets
 from zloader.storage.placement import ObjectIndex
 
@@ -48,7 +49,7 @@ class MatrixPart:
     mirror: Mirror | None
     genes: ChosenGenes | None = None
     sharing: Sharing | None = None
-    row_of: NDArray[np.integer] | None = None
+    row_of: RowMap | None = None
     indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)
 
     @property
@@ -60,10 +61,9 @@ class MatrixPart:
         """The rows of the matrix for some rows of the store that are at places `at`, without those that it lacks."""
         if self.row_of is None:
             return rows, at
-        of_matrix = self.row_of[rows].astype(np.int64, copy=False)
-        has = of_matrix >= 0
+        of_matrix, has = looked_up(self.row_of, rows)
         places = np.arange(len(rows)) + (at.start or 0) if isinstance(at, slice) else at
-        return of_matrix[has], places[has]
+        return of_matrix, places[has]
 
     @property
     def n_columns(self) -> int:

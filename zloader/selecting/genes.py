@@ -19,7 +19,7 @@ from zloader.selecting.rows import range_of
 
 Genes: TypeAlias = Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series | slice
 GenesOf: TypeAlias = Genes | Mapping[str, Genes]  # of all matrices, or of each by its name
-GeneChoice: TypeAlias = Genes | int | str  # as an index, where one gene needs no list
+GeneChoice: TypeAlias = GenesOf | int | str  # as an index, where one gene needs no list
 _SHOWN = 3  # genes named in a message
 
 
@@ -32,6 +32,11 @@ class ChosenGenes:
 
     positions: Rows
     n_stored: int
+
+    @classmethod
+    def none(cls, n_stored: int) -> ChosenGenes:
+        """No gene."""
+        return cls(positions=np.empty(0, np.int64), n_stored=n_stored)
 
     def __len__(self) -> int:
         return len(self.positions)

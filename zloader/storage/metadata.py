@@ -92,6 +92,8 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
 
 def require_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]) -> None:
     """Raises FormatError unless chunks hold whole rows. Chunks wider than a row, which pad rows, are refused too."""
+    if not shape:
+        raise FormatError(f"{path} is a single value, without rows")
     if shape[0] and not all(grid[0] for grid in grids):
         raise FormatError(f"{path} has chunks of {' in shards of '.join(map(str, grids))}: its metadata is damaged")
     if any(size != max(1, whole) for grid in grids for size, whole in zip(grid[1:], shape[1:], strict=True)):

@@ -23,7 +23,7 @@ Index = NDArray[np.uint64]  # the offset and size of each chunk of an object, in
 
 
 class Placement(ABC):
-    """Where the chunks of one array lie. An index that has to be read takes `index_bytes` of a whole object; 0 if none."""
+    """Where the chunks of one array lie. An index that has to be read takes `index_bytes` of its object; 0 if none."""
 
     chunks_per_object: int  # in a whole object
     index_bytes: int

@@ -22,6 +22,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import load_anndata
+from zloader.dataset.modalities import modality_of
 from zloader.order.cell_sets import BoundCellSets
 from zloader.order.companions import Companions
 from zloader.order.controls import MatchedControls
@@ -86,12 +87,16 @@ class RowParts:
     def require_in(self, dataset: Dataset) -> None:
         """Raises the error for the first column or array that the dataset lacks or that is no tensor."""
         dataset.observations.require_usable(self.obs)
-        dataset.observations.require_arrays(self.obsm)
+        dataset.observations.arrays.require(self.obsm)
+
+    def modalities(self, dataset: Dataset) -> list[str | None]:
+        """The modality of each obsm array; None for one of the whole."""
+        return list(map(dataset.observations.arrays.modality_of, self.obsm))
 
     def columns(self, whole: Dataset, options: FetchOptions, *, named: bool) -> RowColumns:
         """These parts of a recipe, for all rows of a dataset. With `named`, minibatches carry the obs names."""
         obs = whole.observations.paged_columns(self.obs, options)
-        obsm = whole.observations.paged_arrays(self.obsm, options)
+        obsm = whole.observations.arrays.all_paged(self.obsm, options)
         return RowColumns(
             obs=lambda: {name: obs[name].prepared() if name in obs else whole.obs_column(name) for name in self.obs},
             obsm=lambda: {name: obsm[name] if name in obsm else whole.obsm_array(name) for name in self.obsm},
@@ -212,7 +217,7 @@ class Contents:
             tokens=None if self.tokenizer is None else self.tokenizer.at(seed, epoch),
             columns=replace(
                 self.rows.columns(self.dataset.whole, options, named=self.form.layout == "anndata"),
-                present=matrices.present(self.x.loaded),
+                present=matrices.present([*map(modality_of, self.x.loaded), *self.rows.modalities(self.dataset)]),
             ),
             cutting=self.own.cutting(converter) if self.own else Cutting(),
             sweeping=sweeping,

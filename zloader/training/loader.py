@@ -86,7 +86,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix; `"rna:X"` of a modality. A list
             of names loads several matrices of the same rows: `minibatch.x` is then a dict by name.
         obs: names of the obs columns to load. `labels` says what their numbers mean.
-        obsm: names of the obsm arrays to load.
+        obsm: names of the obsm arrays to load, such as `"X_pca"`, or `"rna:X_pca"` of a modality.
         obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
         genes: the columns of x and their order, as names or positions, a mask over all genes, or a slice. Default: all
             genes of the dataset, or of the panel `dataset[:, genes]`. They apply to every matrix. If `"raw/X"` is one

@@ -21,7 +21,7 @@ from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import CsrArrays, MinibatchArrays, TokenArrays, X
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.matrices import as_scipy
+from zloader.dataset.in_memory import as_scipy
 from zloader.reading.gather import HALVES
 from zloader.training.packed import PackedRows
 from zloader.training.tokens import Tokens
@@ -73,8 +73,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
             `obs_names=True` or layout anndata; else None.
         tokens: the tokens of the rows, if the loader has a tokenizer: `input_ids`, `values`, `attention_mask`,
             `lengths` and `labels`; else None.
-        present: for each modality of x, which rows it has (bool), if the dataset has modalities; else None. The rows
-            that a modality lacks are zeros in x.
+        present: for each modality of x and obsm, which rows it has (bool), if the dataset has modalities; else None.
+            Rows that a modality lacks are zeros in x and obsm.
         control: the control rows, a Minibatch of its own, if the loader has `controls`; else None.
         neighbors: the neighbours of the rows, a Minibatch of its own, if the loader has `neighbors`; else None.
         neighbor_weights: the weights of the neighbours, rows x k, float32; 0 where a row has fewer.

@@ -26,7 +26,7 @@ from zloader.conversion.checking.differences import (
 )
 from zloader.conversion.checking.hierarchy import Findings, Hierarchy
 from zloader.conversion.joining.content import Content, RearrangedContent
-from zloader.conversion.joining.row_order import arranged
+from zloader.conversion.joining.modalities import Part, parts_of
 from zloader.conversion.joining.selection import RENAMED, Selection, genes_by_of
 from zloader.conversion.sources.anndata_input import StoredInput
 from zloader.conversion.sources.inputs import Input
@@ -38,6 +38,15 @@ from zloader.dataset.dataset import Dataset
 from zloader.selecting.gene_names import GenesBy
 
 AGAINST = "against"  # the `where` of problems that concern the sources
+
+
+@contextlib.contextmanager
+def reporting(findings: Findings, where: str) -> Iterator[None]:
+    """Reports an error of the sources or the stored elements as a problem."""
+    try:
+        yield
+    except (SourceError, OptionError) as error:
+        findings.add(where, f"cannot be compared: {error}")
 
 
 class Comparison:
@@ -53,24 +62,24 @@ class Comparison:
         self._check_sources(inputs)
         recorded: dict[str, Any] = {name: self._provenance.get(name) for name in ("shuffle_seed", "order")}
         options = ConvertOptions(memory=memory, **recorded)
-        with self._reporting(AGAINST):
-            content = Content(inputs, self._selection(genes_by))
-            self._content = arranged(content, **recorded, bucket_bytes=options.window)
-            self._store = StoredInput(self._dataset.store.root, self._dataset.store.location.url, "", objects=[])
-            self._compare_obs()
-            self._compare_var(options)
-            in_sources = [*self._compare_matrices(options), *self._compare_elements(options)]
-            for path in self._stored_paths():
+        with reporting(self._findings, AGAINST):
+            parts = parts_of(inputs, self._selection(genes_by), **recorded, bucket_bytes=options.window)
+            in_sources = [part.path for part in parts]
+            for path in ["", *self._hierarchy.children("mod")]:
                 if path not in in_sources:
                     self._findings.add(path, "is in the store, but not in the sources")
+            for part in parts:
+                if self._hierarchy.encoding(part.path) == part.attributes["encoding-type"]:
+                    self._compare(part, options)
+                else:
+                    kind = part.attributes["encoding-type"]
+                    self._findings.add(part.path or AGAINST, f"is no {kind} in the store, but one in the sources")
 
-    @contextlib.contextmanager
-    def _reporting(self, where: str) -> Iterator[None]:
-        """Reports an error of the sources or the stored elements as a problem."""
-        try:
-            yield
-        except (SourceError, OptionError) as error:
-            self._findings.add(where, f"cannot be compared: {error}")
+    def _compare(self, part: Part, options: ConvertOptions) -> None:
+        hierarchy, findings = self._hierarchy.below(part.path), self._findings.below(part.path)
+        root, url = self._dataset.store.root, self._dataset.store.location.url
+        store = StoredInput(root[part.path] if part.path else root, f"{url}/{part.path}".rstrip("/"), "", objects=[])
+        PartComparison(part.content, store, hierarchy, findings, self._bars).run(options)
 
     def _selection(self, genes_by: GenesBy) -> Selection:
         """The selection that the store was made with. Raises OptionError if `genes_by` is lacking."""
@@ -101,11 +110,35 @@ class Comparison:
                     "store was made",
                 )
 
+
+class PartComparison:
+    """Compares one part of a store, `store`, with the content that it should have."""
+
+    def __init__(
+        self,
+        content: Content | RearrangedContent,
+        store: StoredInput,
+        hierarchy: Hierarchy,
+        findings: Findings,
+        bars: Bars,
+    ) -> None:
+        self._content, self._store = content, store
+        self._hierarchy, self._findings, self._bars = hierarchy, findings, bars
+
+    def run(self, options: ConvertOptions) -> None:
+        """Reports the first difference of every element."""
+        self._compare_obs()
+        self._compare_var(options)
+        in_sources = [*self._compare_matrices(options), *self._compare_elements(options)]
+        for path in self._stored_paths():
+            if path not in in_sources:
+                self._findings.add(path, "is in the store, but not in the sources")
+
     # --- obs and var
 
     def _compare_obs(self) -> None:
         wanted = self._content.obs_names()
-        with self._reporting("obs"):
+        with reporting(self._findings, "obs"):
             found = self._store.obs_names()
             n_both = min(len(found), len(wanted))
             if len(found) != len(wanted):
@@ -121,18 +154,18 @@ class Comparison:
 
     def _compare_column(self, name: str) -> None:
         path = f"obs/{name}"
-        with self._reporting(path):
+        with reporting(self._findings, path):
             if not self._is_comparable(path):
                 return
             what = column_difference(self._content.obs_column(name), self._store.obs_column(name), "row")
             self._add_all([(path, what)] if what else [])
 
     def _compare_var(self, options: ConvertOptions) -> None:
-        with self._reporting("var"):
+        with reporting(self._findings, "var"):
             wanted = _as_stored(self._content.var, options)
             self._add_all(frame_differences("var", wanted, self._store.var(), "gene"))
         if self._content.raw_var is not None and self._store.has_raw:
-            with self._reporting("raw/var"):
+            with reporting(self._findings, "raw/var"):
                 wanted = _as_stored(self._content.raw_var, options)
                 self._add_all(frame_differences("raw/var", wanted, self._store.var(raw=True), "gene"))
 
@@ -144,7 +177,7 @@ class Comparison:
 
     def _stored_paths(self) -> list[str]:
         """All elements of the store except obs, var, raw/var and uns, whose entries are compared one by one."""
-        parts = ("layers", "obsm", "obsp", "varm", "varp", "raw/varm")
+        parts = ("layers", "obsm", "obsp", "varm", "varp", "raw/varm", "obsmap", "varmap")
         below = [path for part in parts for path in self._hierarchy.children(part)]
         return [path for path in self._hierarchy.matrices if not path.startswith("layers/")] + below
 
@@ -160,7 +193,7 @@ class Comparison:
     def _compare_matrices(self, options: ConvertOptions) -> Iterator[str]:
         for matrix in self._content.matrices(options.window):
             yield matrix.name
-            with matrix, self._reporting(matrix.name):
+            with matrix, reporting(self._findings, matrix.name):
                 if self._is_comparable(matrix.name) and self._has_its_form(matrix):
                     self._compare_matrix(matrix)
 
@@ -197,7 +230,7 @@ class Comparison:
     def _compare_elements(self, options: ConvertOptions) -> Iterator[str]:
         for path, element in self._content.elements():
             yield path
-            with self._reporting(path):
+            with reporting(self._findings, path):
                 if path == "uns" and path not in self._store:
                     self._add_all(element_differences(path, element, {}))
                 elif self._is_comparable(path):

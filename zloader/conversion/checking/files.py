@@ -51,7 +51,7 @@ class FileHierarchy(Hierarchy):
 
     def stored(self, path: str) -> StoredArray:
         """An array, to read it."""
-        return _FileArray(self._file, path)
+        return _FileArray(self._file, f"{self._group}/{path}".lstrip("/"))
 
     @property
     def metadata_bytes(self) -> int:

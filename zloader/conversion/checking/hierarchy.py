@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import zarr
 from zarr.storage import StorePath
@@ -65,6 +66,10 @@ class Findings:
             if len(self._named) < _MAX_NAMED:
                 self._named.append(problem)
 
+    def below(self, group: str) -> Findings:
+        """The same findings, for paths below a group."""
+        return FindingsBelow(self, group) if group else self
+
     def any_in(self, path: str) -> bool:
         """Whether there is a problem at a path or below it."""
         with self._lock:
@@ -78,12 +83,27 @@ class Findings:
             return (*self._named, *rest)
 
 
+class FindingsBelow(Findings):
+    """The findings of a store, whose paths are given from a group on."""
+
+    def __init__(self, whole: Findings, group: str) -> None:
+        self._whole, self._group = whole, group
+
+    def add(self, where: str, what: object) -> None:
+        """Adds a problem."""
+        self._whole.add(f"{self._group}/{where}", what)
+
+    def any_in(self, path: str) -> bool:
+        """Whether there is a problem at a path or below it."""
+        return self._whole.any_in(f"{self._group}/{path}")
+
+
 class Hierarchy:
     """The groups and arrays of a store, by path, from the metadata object of each."""
 
     def __init__(self, dataset: Dataset, pool: Executor, findings: Findings) -> None:
         """`pool` reads the objects, many at once."""
-        self._dataset, self._findings = dataset, findings
+        self._dataset, self._findings, self._group = dataset, findings, ""
         self.location = dataset.store.location
         self.sizes = dataset.store.object_sizes()
         self.written_by_us = "zloader" in dataset.store.root.attrs
@@ -143,6 +163,18 @@ class Hierarchy:
     def stored(self, path: str) -> StoredArray:
         """An array, to read it."""
         return StoredArray(self.location, self.arrays[path], self.sizes, absent_is_fill=not self.written_by_us)
+
+    def below(self, group: str) -> Self:
+        """The nodes of a group, whose paths are given from it on."""
+        if not group:
+            return self
+        made, above = copy.copy(self), f"{group}/"
+        made._group, made._findings = group, self._findings.below(group)
+        made._nodes = {path.removeprefix(above): node for path, node in self._nodes.items() if path.startswith(above)}
+        made.arrays = {path.removeprefix(above): array for path, array in self.arrays.items() if path.startswith(above)}
+        vars(made).pop("matrices", None)
+        vars(made).pop("compressed", None)
+        return made
 
     def children(self, path: str) -> list[str]:
         """The paths directly below a group."""
@@ -225,6 +257,8 @@ class Hierarchy:
                 "varm": (genes,),
                 "varp": (genes, genes),
                 "raw/varm": (raw_genes,),
+                "obsmap": (rows,),
+                "varmap": (genes,),
             }
         )
         for path, wanted in {"X": (rows, genes), "raw/X": (rows, raw_genes)}.items():
@@ -232,11 +266,21 @@ class Hierarchy:
                 self._check_shape(path, wanted)
         for path in self.matrices:
             try:
-                self._dataset.store.matrix(path)
+                self._dataset.store.matrix_at(f"{self._group}/{path}".lstrip("/"))
             except (FormatError, *_UNREADABLE) as error:
                 self._findings.add(path, error)
         for path in sorted(self._nodes):
-            self._check_parts(path)
+            if not path.startswith("mod/"):
+                self._check_parts(path)
+        for modality in self.children("mod"):
+            self.below(modality).check_shapes()
+            self._check_rows_of(modality.removeprefix("mod/"))
+
+    def _check_rows_of(self, modality: str) -> None:
+        try:
+            self._dataset.store.rows_of(modality)
+        except (FormatError, *_UNREADABLE) as error:
+            self._findings.add(f"obsmap/{modality}", error)
 
     def _check_elements(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         for part, shape in wanted.items():

@@ -7,6 +7,7 @@ checked at the end. The cost is 1 ns per value.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from zloader.common.records import Rows
 from zloader.conversion.checking.hierarchy import Findings, Hierarchy
 from zloader.conversion.sources.windows import Advance
 from zloader.conversion.writing.stored import StoredArray
+
+_IN_ORDER = re.compile(r"(mod/[^/]+/)?(X|raw|layers|obsm|obsp)(/|$)")  # matrices whose genes ascend within rows
 
 
 @dataclass(slots=True)
@@ -226,7 +229,7 @@ class ChunkScan:
             path,
             axes=axes,
             n_minor=shape[1] if by_rows else shape[0],
-            ascending=by_rows and path.split("/")[0] in ("X", "raw", "layers", "obsm", "obsp"),
+            ascending=by_rows and _IN_ORDER.match(path) is not None,
         )
         if self._findings.any_in(indptr.path):
             self._read(indices)

@@ -27,6 +27,7 @@ from zloader.conversion.sources.inputs import Input, Problems, by_source, refuse
 from zloader.conversion.sources.shuffle import ShuffledMatrix
 from zloader.conversion.sources.windows import SourceMatrix
 
+_GROUPS = ("layers", "obsm", "varm", "obsp", "varp")
 SOURCE_ROW = "source_row"  # the obs column with the original row number of each row of shuffled content
 
 
@@ -36,7 +37,8 @@ class Content:
     The constructor validates the sources: it reads the metadata, var, and the obs columns whose metadata do not tell
     their kind. It raises OptionError, or one SourceError with all problems. `dropped` lists the elements that cannot be
     joined over several sources; it is complete once `elements` has been exhausted. `lost_genes` is a warning if few
-    genes of a source match those of the others, or empty.
+    genes of a source match those of the others, or empty. `groups` are those that there are even if they are empty,
+    each with attributes of its own.
     """
 
     def __init__(self, inputs: Sequence[Input], selection: Selection) -> None:
@@ -48,6 +50,7 @@ class Content:
         self.n_rows = sum(source.n_rows for source in inputs)
         self.raw_var: pd.DataFrame | None = None
         self.dropped: list[str] = []
+        self.groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
         self._stacks: list[Stack] = []
         self.obs_columns = self._chosen_columns()
         with Problems() as problems:
@@ -273,16 +276,12 @@ class RearrangedContent:
                 "select=zl.Selection(obs=[...]) (--obs)"
             )
         self._content, self._positions, self._bucket_bytes = content, positions, bucket_bytes
-        self.n_rows, self.var, self.raw_var, self.dropped = (
-            content.n_rows,
-            content.var,
-            content.raw_var,
-            content.dropped,
-        )
+        self.n_rows, self.var, self.raw_var = content.n_rows, content.var, content.raw_var
+        self.dropped, self.groups, self.lost_genes = content.dropped, content.groups, content.lost_genes
         self.obs_columns = [*content.obs_columns, SOURCE_ROW]
 
     @cached_property
-    def _order(self) -> Rows:
+    def order(self) -> Rows:
         """The source row of each row, in the new order."""
         rows = np.arange(self.n_rows, dtype=np.int64)
         order = np.empty_like(rows)
@@ -291,13 +290,13 @@ class RearrangedContent:
 
     def obs_names(self) -> pd.Index:
         """The obs names in the new order."""
-        return self._content.obs_names()[self._order]
+        return self._content.obs_names()[self.order]
 
     def obs_column(self, name: str) -> pd.Series:
         """An obs column in the new order, or `source_row`."""
         if name == SOURCE_ROW:
-            return pd.Series(self._order)
-        return self._content.obs_column(name).iloc[self._order]
+            return pd.Series(self.order)
+        return self._content.obs_column(name).iloc[self.order]
 
     def matrices(self, window_bytes: int) -> Iterator[SourceMatrix]:
         """The matrices of `Content.matrices`, each rearranged out of core."""
@@ -315,6 +314,6 @@ class RearrangedContent:
 
     def _reordered(self, element: Any, *, columns: bool) -> Any:
         if isinstance(element, pd.DataFrame):
-            return element.iloc[self._order]
-        rows = element.tocsr()[self._order] if scipy.sparse.issparse(element) else element[self._order]
-        return rows[:, self._order] if columns else rows
+            return element.iloc[self.order]
+        rows = element.tocsr()[self.order] if scipy.sparse.issparse(element) else element[self.order]
+        return rows[:, self.order] if columns else rows

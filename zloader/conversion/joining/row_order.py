@@ -8,7 +8,9 @@ row, and 1 s per million rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,28 +19,28 @@ from zloader.common.errors import OptionError, SourceError
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed
 from zloader.common.records import Rows
-from zloader.conversion.joining.content import Content, RearrangedContent
+from zloader.conversion.joining.content import Content
 from zloader.order.permutation import key_of, permute
 
 _ROW_BYTES = 100
 _MOST_AXES = 6
 
 
-def arranged(
-    content: Content, *, shuffle_seed: int | None, order: str | None, bucket_bytes: int
-) -> Content | RearrangedContent:
-    """The content in the order to store it in: shuffled, in `order`, such as "hilbert:spatial", or as it is.
+Positions: TypeAlias = Callable[[Rows], Rows]  # the new positions of rows of the sources
 
-    Raises OptionError if obs already has a column `source_row`, and for coordinates that no source has; SourceError for
-    coordinates that are not numbers, or missing.
+
+def positions_in(content: Content, *, shuffle_seed: int | None, order: str | None) -> Positions | None:
+    """Where to store the rows of a content: shuffled, or in `order`, such as "hilbert:spatial"; None as they are.
+
+    Raises OptionError for coordinates that no source has, SourceError for ones that are not numbers, or missing.
     """
     if shuffle_seed is not None:
         key = key_of(shuffle_seed)
-        return RearrangedContent(content, lambda rows: permute(rows, content.n_rows, key), bucket_bytes=bucket_bytes)
+        return lambda rows: permute(rows, content.n_rows, key)
     if order is None:
-        return content
+        return None
     positions = _positions_on_curve(content, order.partition(":")[2])
-    return RearrangedContent(content, lambda rows: positions[rows], bucket_bytes=bucket_bytes)
+    return lambda rows: positions[rows]
 
 
 def _positions_on_curve(content: Content, name: str) -> Rows:

@@ -213,7 +213,8 @@ class StoredInput(Input):
 
     def element(self, path: str) -> Any:
         element = self.node(path).element()
-        length = {"obsm": self.n_rows, "obsp": self.n_rows, "varm": self.n_genes, "varp": self.n_genes}
+        length = dict.fromkeys(("obsm", "obsp", "obsmap"), self.n_rows)
+        length |= dict.fromkeys(("varm", "varp", "varmap"), self.n_genes)
         part, _, name = path.partition("/")
         if name and part in length:
             with reading(f"{self.name}: {path}", "has no length"):

@@ -26,7 +26,7 @@ from zloader.common.errors import OptionError, SourceError, ZloaderError
 from zloader.common.messages import listed
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
-from zloader.conversion.sources.modality import ModalityInput, is_mudata, split_modality, whole_of
+from zloader.conversion.sources.modality import ModalityInput, MuDataInput, is_mudata, split_modality, whole_of
 from zloader.conversion.sources.nodes import Node, reading
 from zloader.conversion.sources.parquet import Parquet
 from zloader.conversion.sources.row_source import RowInput, RowSource
@@ -173,8 +173,10 @@ def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None
         if is_10x(Node(file, location.name)):
             return _in_memory(location, "read_10x_h5")
         found: Input
-        if modality is not None or is_mudata(Node(file, location.name)):
+        if modality is not None:
             found = ModalityInput(file, location, modality, objects=location.objects(), close=file.close)
+        elif is_mudata(Node(file, location.name)):
+            found = MuDataInput(file, location, objects=location.objects(), close=file.close)
         else:
             found = StoredInput(file, location.name, location.label, objects=location.objects(), close=file.close)
         opened.pop_all()
@@ -199,8 +201,10 @@ def _open_zarr(location: SourceLocation, modality: str | None) -> list[Input]:
             f"{location.name} has no consolidated metadata, and a web server cannot list objects: run "
             "zarr.consolidate_metadata on it"
         )
-    if modality is not None or is_mudata(Node(root, location.name)):
+    if modality is not None:
         return [ModalityInput(root, location, modality, objects=objects)]
+    if is_mudata(Node(root, location.name)):
+        return [MuDataInput(root, location, objects=objects)]
     if attributes.get("encoding-type") != _COLLECTION:
         return [StoredInput(root, location.name, location.label, objects=objects)]
     datasets = [name for name in Node(root, location.name).names() if name.startswith("dataset_")]

@@ -1,4 +1,4 @@
-"""One modality of a MuData file or Zarr, as the AnnData that it is, with the obs columns of the whole MuData.
+"""A MuData file or Zarr as a source: the whole, or one modality as an AnnData with the obs columns of the whole.
 
 The name of the modality follows that of the file, as in mudata: `cite.h5mu/rna`, or `cite.zarr/mod/rna`. The columns of
 the whole are those that `mudata.push_obs` gives each modality. They are read one at a time, as all columns are.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ import pandas as pd
 from zloader.common.errors import SourceError
 from zloader.common.messages import listed
 from zloader.common.records import Rows
-from zloader.conversion.sources.anndata_input import StoredInput
+from zloader.conversion.sources.anndata_input import Input, StoredInput
 from zloader.conversion.sources.locations import Objects, SourceLocation
-from zloader.conversion.sources.nodes import Node
+from zloader.conversion.sources.nodes import Node, reading, require_names
+from zloader.selecting.row_maps import RowMap, checked_map, in_whole
+from zloader.storage.metadata import stored_length
 
 _IN_FILE = re.compile(r"(.+\.h5mu)(?:/mod)?/([^/]+)/?")
 _IN_ZARR = re.compile(r"(.+)/mod/([^/]+)/?")
@@ -45,6 +48,87 @@ def is_mudata(root: Node) -> bool:
     return str(root.attrs.get("encoding-type")) == "MuData" or ("mod" in root and "obsmap" in root)
 
 
+class MuDataInput(StoredInput):
+    """A whole MuData: the elements of its root, which is no AnnData, and its `modalities` in their order.
+
+    Raises SourceError for a MuData without modalities, or whose modalities share genes instead of rows.
+    """
+
+    def __init__(
+        self, root: Any, location: SourceLocation, *, objects: Objects, close: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(root, location.name, location.label, objects=objects, close=close)
+        form, names = _form_of(location), modalities_of(self._root)
+        if not names:
+            raise SourceError(f"{self.name} is a MuData without modalities: there is nothing to convert")
+        require_names(f"{self.name}: mod", names)
+        for name in names:
+            if is_mudata(self._root["mod"][name]):
+                raise SourceError(
+                    f"the modality {name!r} of {self.name} is a MuData itself: convert its modalities one by one, or "
+                    "make them modalities of the whole"
+                )
+        axis = self._root.attrs.get("axis", 0)
+        if axis != 0:
+            raise SourceError(
+                f"the modalities of {self.name} share genes (axis {axis}), and not only rows: convert them one by one, "
+                f"such as {form.format(names[0])}"
+            )
+        self.modalities = {
+            name: StoredInput(self._root["mod"][name].native, form.format(name), f"{self.label}/{name}", objects=[])
+            for name in names
+        }
+        self._maps: dict[str, RowMap] = {}
+
+    def row_of(self, modality: str) -> RowMap:
+        """For each row of the whole, its row in a modality, or -1. Raises SourceError if the map is damaged."""
+        if modality not in self._maps:
+            self._maps[modality] = _map_of(self._root, modality, self.modalities[modality].n_rows)
+        return self._maps[modality]
+
+
+def require_anndata(inputs: Sequence[Input]) -> None:
+    """Raises SourceError, which lists the modalities, for a whole MuData."""
+    for source in inputs:
+        if isinstance(source, MuDataInput):
+            first = next(iter(source.modalities.values()))
+            raise SourceError(
+                f"{source.name} is a MuData, and an AnnData is needed: name one of its modalities "
+                f"({listed(source.modalities)}), such as {first.name}"
+            )
+
+
+def modalities_of(root: Node) -> list[str]:
+    """The names of the modalities of a MuData, in their order."""
+    if "mod" not in root or root["mod"].is_array:
+        return []
+    names, order = root["mod"].names(), root["mod"].attrs.get("mod-order")
+    named = [] if order is None else [str(name) for name in order]
+    return named if sorted(named) == names else names
+
+
+def _form_of(location: SourceLocation) -> str:
+    """The name of a modality of a MuData, with {} for its own name."""
+    return f"{location.name}/{{}}" if location.path.endswith(".h5mu") else f"{location.name}/mod/{{}}"
+
+
+def _map_of(root: Node, modality: str, n_rows: int) -> RowMap:
+    path = f"obsmap/{modality}"
+    if path not in root:
+        raise SourceError(
+            f"{root.at} does not say which rows its modality {modality!r} has ({path}): open it with mudata 0.2 or "
+            "later, run mdata.update(), and write it again"
+        )
+    frame = root["obs"]
+    with reading(f"{root.at}: obs"):
+        n_whole = stored_length(frame[str(frame.attrs["_index"])].native)
+
+    def refused(why: str) -> SourceError:
+        return SourceError(f"{root.at}: {path} cannot be used because {why}: the file is damaged")
+
+    return checked_map(np.asarray(root[path].element()), n_whole=n_whole or 0, n_rows=n_rows, refused=refused)
+
+
 class ModalityInput(StoredInput):
     """The modality `modality` of the MuData `root`. Raises SourceError, which lists the modalities, if it is not there.
 
@@ -56,25 +140,22 @@ class ModalityInput(StoredInput):
         self,
         root: Any,
         location: SourceLocation,
-        modality: str | None,
+        modality: str,
         *,
         objects: Objects,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._whole = Node(root, location.name)
-        modalities = self._whole["mod"].names() if "mod" in self._whole else []
-        form = f"{location.name}/{{}}" if location.path.endswith(".h5mu") else f"{location.name}/mod/{{}}"
+        self._whole, self._modality = Node(root, location.name), modality
+        form, modalities = _form_of(location), modalities_of(self._whole)
         if modality not in modalities:
-            said = "is a MuData" if modality is None else f"has no modality {modality!r}"
             raise SourceError(
-                f"{location.name} {said}: convert one of its modalities ({listed(modalities)}) by its name, such as "
-                f"{form.format(modalities[0] if modalities else 'rna')}"
+                f"{location.name} has no modality {modality!r}: name one of its modalities ({listed(modalities)}), "
+                f"such as {form.format(modalities[0] if modalities else 'rna')}"
             )
         self._of_whole: list[str] = []
-        group = self._whole["mod"][str(modality)].native
+        group = self._whole["mod"][modality].native
         super().__init__(group, form.format(modality), f"{location.label}/{modality}", objects=objects, close=close)
         self._of_whole = self._columns_of_whole(modalities) if f"obsmap/{modality}" in self._whole else []
-        self._map = f"obsmap/{modality}"
         self.obs_columns = [*self.obs_columns, *self._of_whole]
 
     def _columns_of_whole(self, modalities: list[str]) -> list[str]:
@@ -82,21 +163,15 @@ class ModalityInput(StoredInput):
         copies = tuple(f"{modality}:" for modality in modalities)
         return [name for name in names if name not in self.obs_columns and not name.startswith(copies)]
 
+    @cached_property
     def _rows_in_whole(self) -> Rows:
-        """The row in the whole of each row. Raises SourceError if the whole lacks a row."""
-        positions = np.asarray(self._whole[self._map].element()).reshape(-1).astype(np.int64)
-        rows = np.full(self.n_rows, -1, np.int64)
-        present = np.flatnonzero((positions > 0) & (positions <= self.n_rows))
-        rows[positions[present] - 1] = present
-        if self.n_rows and rows.min() < 0:
-            raise SourceError(f"{self._whole.at}: {self._map} has no place for row {np.argmin(rows)} of {self.name}")
-        return rows
+        return in_whole(_map_of(self._whole, self._modality, self.n_rows), self.n_rows)
 
     def _column(self, name: str) -> Any:
         if name not in self._of_whole:
             return super()._column(name)
         values = pd.Series(self._whole[f"obs/{name}"].element())
-        rows = self._rows_in_whole()
+        rows = self._rows_in_whole
         if len(rows) and rows.max() >= len(values):
             raise SourceError(f"{self._whole.at}: obs/{name} has {len(values)} rows, but row {rows.max()} is needed")
         return values.iloc[rows].array

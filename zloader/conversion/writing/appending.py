@@ -44,6 +44,12 @@ class AppendPlan:
         nodes, recorded = members_of(self._root, self._url), self._root.attrs["zloader"]
         if not isinstance(recorded, dict) or not isinstance(recorded.get("select", {}), dict):
             raise FormatError(f"cannot read the record of its conversion in {self._url}: convert it again")
+        if dataset.modalities or "part_of" in recorded:
+            what = "a MuData" if dataset.modalities else "a modality of a MuData"
+            raise StoreError(
+                f"{self._url} is {what}, whose modalities would no longer have the rows that it says: {TOGETHER}, or "
+                "open several stores as one with zl.open_dataset([...])"
+            )
         self._recorded, self._select = dict(recorded), dict(recorded.get("select", {}))
         if self._recorded.get("shuffle_seed") is not None:
             raise StoreError(f"the rows of {self._url} are shuffled, but appended rows would not be: {TOGETHER}")

@@ -206,11 +206,14 @@ class Destination:
             self.location.filesystem().rm_file(f"{self.location.path}/{MARKER}")
 
     def _clear(self) -> None:
-        """Deletes the old store except for the marker, starting with the root's metadata."""
+        """Deletes the old store except for the marker: the root's metadata, then those of groups in it, then the rest.
+
+        So neither the store nor a modality of it opens with some of its objects.
+        """
         keys = self._replaceable()
-        roots, others = [[key for key in keys if (key in METADATA) is is_root] for is_root in (True, False)]
-        delete_objects(self.location, roots)
-        delete_objects(self.location, others)
+        roots, below, others = ([key for key in keys if _is_of(key) == depth] for depth in range(3))
+        for together in (roots, below, others):
+            delete_objects(self.location, together)
         left = self.objects().keys() & set(keys)
         if left:  # S3 reports objects that it did not delete in a successful response
             raise AccessDeniedError(
@@ -235,6 +238,11 @@ class Destination:
                 if may_belong(upload["Key"].removeprefix(prefix)):
                     which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                     filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
+
+
+def _is_of(key: str) -> int:
+    """0 for metadata of the root, 1 for those of a group or array, 2 for any other object."""
+    return 2 if not is_metadata(key) else int(key not in METADATA)
 
 
 class PendingStore(WrapperStore[Store]):
@@ -263,7 +271,7 @@ class PendingStore(WrapperStore[Store]):
             self._metadata[f"{path}/{_ROOT}".lstrip("/")] = default_buffer_prototype().buffer.from_bytes(stored)
 
     def commit(self) -> None:
-        """Stores the metadata, the root's last. From then on the store opens."""
+        """Stores the metadata, those of a group after all that it holds, and the root's last. Then the store opens."""
         sync(self._commit())
 
     def abandon(self) -> None:
@@ -275,14 +283,15 @@ class PendingStore(WrapperStore[Store]):
         self._writes.end()
 
     async def _commit(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for key, value in self._metadata.items():
-                    if key != _ROOT:
-                        group.create_task(self._put(key, value))
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        await self._put(_ROOT, self._metadata[_ROOT])
+        depths = {key: key.count("/") for key in self._metadata}
+        for depth in sorted(set(depths.values()), reverse=True):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for key, value in self._metadata.items():
+                        if depths[key] == depth:
+                            group.create_task(self._put(key, value))
+            except BaseExceptionGroup as failed:
+                raise failed.exceptions[0] from None
 
     async def _put(self, key: str, value: Buffer) -> None:
         with translated(f"write {key} to", self._url):

@@ -74,8 +74,8 @@ class ElementWriter:
             self.write_group("raw", "raw")
             self.write("raw/var", content.raw_var)
             self.write_group("raw/varm")
-        for name in ("layers", "obsm", "varm", "obsp", "varp"):
-            self.write_group(name)
+        for name, attributes in content.groups.items():
+            self.write_group(name, **attributes)
         for path, element in content.elements():
             self.write(path, element)
 

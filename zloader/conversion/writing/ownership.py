@@ -19,7 +19,7 @@ from zloader.common.errors import StoreExistsError
 from zloader.conversion.writing.object_writer import PARTIAL, translated
 
 MARKER = "zloader.partial"
-_ELEMENTS = ("X", "raw", "obs", "var", "obsm", "varm", "obsp", "varp", "layers", "uns")
+_ELEMENTS = ("X", "raw", "obs", "var", "obsm", "varm", "obsp", "varp", "layers", "uns", "mod", "obsmap", "varmap")
 _CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*|c")  # c/0/1 of Zarr v3, c of its scalars, 0.1 or 0/1 of v2
 _PARTIAL = re.compile(rf"(.+?)(\.[0-9a-f]{{32}})?{re.escape(PARTIAL)}")  # zarr inserts a UUID
 # Files that desktops create in every folder, and the empty objects ending in a slash by which S3 consoles show folders.
@@ -61,7 +61,7 @@ def _nodes(location: Location) -> dict[str, bool]:
             nodes = {path: isinstance(node, zarr.Array) for path, node in root.members(max_depth=None)}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:  # zarr.errors are ValueErrors
             raise _not_anndata(location, f"its metadata cannot be read: {error}") from error
-    if encoding != "anndata":
+    if encoding not in ("anndata", "MuData"):
         raise _not_anndata(location, f"the encoding-type of its root is {encoding!r}")
     return nodes
 

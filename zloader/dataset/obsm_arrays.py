@@ -1,0 +1,149 @@
+"""The obsm arrays of one or several stores, and of their modalities, over all rows.
+
+An array of the modality rna is named `rna:NAME`. Rows that the modality lacks are zeros in it, as they are in x, and
+`present` tells them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.caching.mirror import load_column, save_column
+from zloader.common.concurrent_calls import concurrently
+from zloader.common.errors import FormatError, MissingColumnError, ZloaderError
+from zloader.common.messages import suggestion
+from zloader.common.options import FetchOptions
+from zloader.common.records import Rows
+from zloader.dataset.obs_columns import StoreColumns
+from zloader.dataset.opening import OpenedStores
+from zloader.dataset.paged_columns import PagedColumns
+from zloader.reading.column_rows import PagedColumn
+from zloader.reading.fetch import read_at_once
+from zloader.reading.forms import Form
+from zloader.reading.recipe import Recipe, RowColumns
+from zloader.selecting.columns import require_exact, unfit_obsm
+
+
+class ObsmArrays:
+    """The obsm entries that every store has."""
+
+    def __init__(self, opened: OpenedStores, of_stores: Sequence[StoreColumns], paged: PagedColumns) -> None:
+        self._opened, self._stores, self._directory = opened, opened.stores, opened.mirror_directory
+        self._of_stores, self._paged = of_stores, paged
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Their names: sorted, and then those of modalities."""
+        first, *others = self._stores
+        return [name for name in first.obsm_paths if all(name in store.obsm_paths for store in others)]
+
+    def modality_of(self, name: str) -> str | None:
+        """The modality that an entry belongs to; None for one of the whole."""
+        return self._stores[0].modality_at(self._path(name))
+
+    def of_modality(self, modality: str | None) -> dict[str, str]:
+        """The usable arrays of a modality, or of the whole, each with its name there."""
+        names = [name for name in self.usable if self.modality_of(name) == modality]
+        return {name: name if modality is None else name.removeprefix(f"{modality}:") for name in names}
+
+    def _path(self, name: str) -> str:
+        return self._stores[0].obsm_paths[name]
+
+    def whole(self, name: str) -> NDArray[Any]:
+        """One array of all rows, rows x dims, in the stored dtype; over several stores, in their common dtype.
+
+        Raises MissingColumnError, OptionError for an entry that is not an array of numbers, and FormatError if the
+        arrays of the stores do not fit together.
+        """
+        if not isinstance(name, str) or name not in self._arrays:
+            self.require([name])
+            self._arrays[name] = self._read(name)
+        return self._arrays[name]
+
+    def rows(self, name: str, rows: Rows) -> NDArray[Any]:
+        """Some rows of an array, in the order given. Of a large one, no others are read."""
+        paged = self.paged(name, FetchOptions())
+        if paged is None:
+            return self.whole(name)[rows]
+        columns = RowColumns(obsm=lambda: {name: paged.prepared()}, paged=[paged])
+        recipe = Recipe(x={}, form=Form(dense=True, dtype=None), columns=columns)
+        return read_at_once(recipe, rows, FetchOptions()).obsm[name]
+
+    def paged(self, name: str, options: FetchOptions) -> PagedColumn | None:
+        """A large array whose rows are loaded with each fetch. None for any other, and if it was read whole."""
+        if name in self._arrays:
+            return None
+        self.require([name])
+        return self._paged.obsm(name, self._path(name), options)
+
+    def all_paged(self, names: Sequence[str], options: FetchOptions) -> dict[str, PagedColumn]:
+        """Those of some arrays whose rows are loaded with each fetch."""
+        return {name: paged for name in names if (paged := self.paged(name, options)) is not None}
+
+    def _read(self, name: str) -> NDArray[Any]:
+        """The arrays of all stores as one array, memory-mapped if there is a cache."""
+        path, joint, column = self._path(name), self._directory, None
+        if len(self._of_stores) == 1 and self._stores[0].row_of(path) is None:
+            return self._of_stores[0].whole(path)
+        nodes = [store.node(path) for store in self._stores]
+        shape = sum(store.n_obs for store in self._stores), *nodes[0].shape[1:]
+        dtype = np.result_type(*(node.dtype.newbyteorder("=") for node in nodes))
+        if joint is not None:
+            column = load_column(joint, f"/obsm/{name}", shape=shape, dtype=dtype)
+        if column is not None:  # and the arrays of the stores are not read
+            return column
+        arrays = concurrently(lambda columns: _over_all_rows(columns, path), self._of_stores)
+        require_exact(f"obsm/{name}", arrays)
+        if joint is not None:
+            column = save_column(joint, f"/obsm/{name}", arrays, shape=shape, dtype=dtype)
+        return np.concatenate(arrays) if column is None else column
+
+    def require(self, names: Sequence[str]) -> None:
+        """Raises the error that `whole` would raise for the first unusable name, from metadata alone."""
+        for name in names:
+            for store in self._stores:
+                if not isinstance(name, str) or name not in store.obsm_paths:
+                    known = ", ".join(map(repr, self.names)) or "none"
+                    raise MissingColumnError(
+                        f"there is no obsm {name!r} in {store.location.url}; there are: {known}"
+                        f"{suggestion(name, self.names)}"
+                    )
+            if (unfit := self._unfit(name)) is not None:
+                raise unfit
+
+    def row_bytes(self) -> int:
+        """The bytes per row of `usable` together."""
+        nodes = (self._stores[0].node(self._path(name)) for name in self.usable)
+        return sum(math.prod(node.shape[1:]) * node.dtype.itemsize for node in nodes)
+
+    @property
+    def usable(self) -> list[str]:
+        """The names that minibatches can carry: arrays of numbers, alike in all stores."""
+        return [name for name in self.names if self._unfit(name) is None]
+
+    def _unfit(self, name: str) -> ZloaderError | None:
+        path = self._path(name)
+        try:
+            nodes = [store.node(path) for store in self._stores]
+            n_rows = [store.rows_at(path) for store in self._stores]
+        except FormatError as error:
+            return error
+        return unfit_obsm(name, nodes, n_rows, self._opened.urls)
+
+
+def _over_all_rows(columns: StoreColumns, path: str) -> NDArray[Any]:
+    """An array of a store, with zeros in the rows that its modality lacks."""
+    array, row_of = columns.whole(path), columns.store.row_of(path)
+    if row_of is None:
+        return array
+    found = np.zeros((len(row_of), *array.shape[1:]), array.dtype)
+    has = row_of >= 0
+    found[has] = array[row_of[has]]
+    return found
