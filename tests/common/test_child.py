@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import PATIENCE_S
 
@@ -20,6 +21,11 @@ from zloader.common.child import Child, ChildCrashedError, ChildError
 
 def clumsy(folder: Path, crashes: int = 0, **options: Any) -> Child:
     return Child("children:Clumsy", folder, crashes, **options)
+
+
+def answer(arrays: list[np.ndarray]) -> Any:
+    (content,) = arrays
+    return json.loads(content.tobytes())
 
 
 def is_running(pid: int) -> bool:
@@ -33,21 +39,24 @@ def is_running(pid: int) -> bool:
 def test_calls_are_answered_by_one_object_in_another_process(tmp_path: Path) -> None:
     with clumsy(tmp_path) as child:
         assert child.pid is None
-        assert [json.loads(child.call("count", n)) for n in range(3)] == [[1, n + 1, n] for n in range(3)]
+        assert [answer(child.call("count", n)) for n in range(3)] == [[1, n + 1, n] for n in range(3)]
         assert child.pid != os.getpid()
-        assert len(child.call("large", 30 << 20)) == 30 << 20
+        given = [np.arange(3 << 20), np.empty(0, np.float16), np.array([True, False]), np.arange(20)[::-2]]
+        for found, sent in zip(child.call("same", *given), given, strict=True):
+            np.testing.assert_array_equal(found, sent)
+            assert found.dtype == sent.dtype
         child.call("print")
-        assert json.loads(child.call("count")) == [1, 4]
+        assert answer(child.call("count")) == [1, 4]
         pid = child.pid
     assert not is_running(pid)
-    assert json.loads(child.call("count")) == [2, 1]  # another process
+    assert answer(child.call("count")) == [2, 1]  # another process
     child.close()
     child.close()
 
 
 def test_calls_of_several_threads(tmp_path: Path) -> None:
     with clumsy(tmp_path) as child, ThreadPoolExecutor(8) as threads:
-        found = [json.loads(each) for each in threads.map(lambda n: child.call("count", n), range(100))]
+        found = [answer(each) for each in threads.map(lambda n: child.call("count", n), range(100))]
     assert [given for _, _, given in found] == list(range(100))
     assert sorted(calls for _, calls, _ in found) == list(range(1, 101))
 
@@ -58,7 +67,7 @@ def test_exceptions_are_raised_here(tmp_path: Path) -> None:
             with pytest.raises(ChildError, match="nothing is there") as caught:
                 child.call("fail")
             assert type(caught.value).__name__ == "LookupError"
-        assert json.loads(child.call("count")) == [1, 1]  # in the same process
+        assert answer(child.call("count")) == [1, 1]  # in the same process
     for target, kind in [("children:Nothing", "AttributeError"), ("children_:Clumsy", "ModuleNotFoundError")]:
         with Child(target) as child, pytest.raises(ChildError) as caught:
             child.call("count")
@@ -69,8 +78,8 @@ def test_exceptions_are_raised_here(tmp_path: Path) -> None:
 def test_a_crash_repeats_the_call_in_a_new_process(tmp_path: Path, crashes: int) -> None:
     with clumsy(tmp_path, crashes, attempts=3) as child:
         child.call("count")
-        assert json.loads(child.call("crash", "at 7")) == [crashes + 1, 1, "at 7"]
-        assert json.loads(child.call("count")) == [crashes + 1, 2]
+        assert answer(child.call("crash", "at 7")) == [crashes + 1, 1, "at 7"]
+        assert answer(child.call("count")) == [crashes + 1, 2]
 
 
 def test_crashes_in_a_row_are_an_error(tmp_path: Path) -> None:
@@ -79,7 +88,7 @@ def test_crashes_in_a_row_are_an_error(tmp_path: Path) -> None:
         with pytest.raises(ChildCrashedError, match=words):
             child.call("crash")
         assert child.pid is None
-        assert json.loads(child.call("count")) == [4, 1]
+        assert answer(child.call("count")) == [4, 1]
     with clumsy(tmp_path) as child, pytest.raises(ChildCrashedError, match=r"ended with exit status 3$"):
         child.call("leave", 3)
     with Child("children:Crashing") as child, pytest.raises(ChildCrashedError, match="SIGSEGV"):
@@ -90,12 +99,12 @@ def test_a_process_that_was_killed_between_calls(tmp_path: Path) -> None:
     with clumsy(tmp_path, attempts=2) as child:
         child.call("count")
         os.kill(child.pid, signal.SIGKILL)
-        assert json.loads(child.call("count")) == [2, 1]
+        assert answer(child.call("count")) == [2, 1]
 
 
 def test_a_call_that_hangs(tmp_path: Path) -> None:
     with clumsy(tmp_path, deadline_s=0.5) as child:
-        with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):
+        with pytest.raises(TimeoutError, match="timed out"):
             child.call("hang")
         assert child.pid is None
 
@@ -113,7 +122,7 @@ def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
             with pytest.raises(KeyboardInterrupt):
                 child.call("hang")
             assert not is_running(pid)
-            assert json.loads(child.call("count")) == [2, 1]
+            assert answer(child.call("count")) == [2, 1]
     finally:
         signal.signal(signal.SIGUSR1, before)
 

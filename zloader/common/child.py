@@ -1,9 +1,9 @@
 """Calls an object that lives in a Python process of its own, because a library there may crash or hang its process.
 
 The child imports the class, makes the object at the first call, and answers one call after the other. Calls are pickles
-of their parent. Answers are bytes, and never unpickled, because a hostile file may have taken over the child.
+of their parent. Answers are NumPy arrays and never unpickled, because a hostile file may have taken over the child.
 
-The cost is a start of Python with the imports of the class, and copying each answer twice.
+The cost is a start of Python with the imports of the class, and two copies of each answer by the kernel.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import IO, Any, NoReturn, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zloader.common.child import main; main()"
 _TAIL_BYTES = 2000  # of what the child printed
+_LENGTH = np.dtype("<u8")  # of a message, which precedes it
 
 
 class ChildError(Exception):
@@ -39,7 +42,7 @@ class Child:
     """An object of the class `target` (`module:Class`), made with `arguments`, in a process that lives until `close`.
 
     Calls must be repeatable: after a crash, a new child repeats the call, up to `attempts` times in all. `environment`
-    is added to that of this process. A call raises TimeoutError if it takes longer than `deadline_s`.
+    is added to that of this process. A call raises TimeoutError if nothing comes for longer than `deadline_s`.
     """
 
     def __init__(
@@ -60,8 +63,11 @@ class Child:
         """The id of the process while it runs."""
         return self._running.process.pid if self._running else None
 
-    def call(self, method: str, *arguments: Any) -> bytes:
-        """What the method of the object returns. Raises ChildError, or TimeoutError."""
+    def call(self, method: str, *arguments: Any) -> list[NDArray[Any]]:
+        """The one-dimensional arrays that the method of the object returns; bytes are an array of them.
+
+        Raises ChildError, or TimeoutError.
+        """
         request = pickle.dumps((self._target, self._arguments, method, arguments))
         with self._lock:
             for _ in range(self._attempts):
@@ -100,12 +106,12 @@ class _Running:
     """A process, the pipe to it, and what it has printed."""
 
     process: subprocess.Popen[bytes]
-    pipe: Any
+    pipe: socket.socket
     log: IO[bytes]
 
     @classmethod
     def started(cls, environment: Mapping[str, str]) -> _Running:
-        ours, theirs = Pipe()
+        ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
         with theirs:
             process = subprocess.Popen(
@@ -118,17 +124,15 @@ class _Running:
             )
         return cls(process, ours, log)
 
-    def answer(self, request: bytes, deadline_s: float | None) -> tuple[tuple[str, str] | None, bytes]:
+    def answer(self, request: bytes, deadline_s: float | None) -> tuple[tuple[str, str] | None, list[NDArray[Any]]]:
         """The name and text of an exception, or None, and the answer. Raises EOFError if the process has ended."""
+        self.pipe.settimeout(deadline_s)
         try:
-            self.pipe.send_bytes(request)
-            in_time = self.pipe.poll(deadline_s)
-            if in_time:
-                failure = json.loads(self.pipe.recv_bytes())
-                return failure, self.pipe.recv_bytes() if failure is None else b""
-        except (OSError, ValueError) as error:  # ValueError: half an answer
+            _send(self.pipe, request)
+            failure, described = json.loads(_received(self.pipe))
+            return failure, [_filled(self.pipe, np.empty(size, dtype)) for dtype, size in described]
+        except (ConnectionError, ValueError) as error:  # ValueError: no answer of ours
             raise EOFError from error
-        raise TimeoutError(f"there was no answer within {deadline_s} s")
 
     def crash(self) -> str:
         """How the process ended, with the last line that it printed."""
@@ -146,18 +150,38 @@ class _Running:
         self.log.close()
 
 
+def _send(pipe: socket.socket, message: bytes) -> None:
+    pipe.sendall(np.array(len(message), _LENGTH).tobytes() + message)
+
+
+def _received(pipe: socket.socket) -> bytes:
+    size = int(_filled(pipe, np.empty(1, _LENGTH))[0])
+    return _filled(pipe, np.empty(size, np.uint8)).tobytes()
+
+
+def _filled(pipe: socket.socket, array: NDArray[Any]) -> NDArray[Any]:
+    """The array, whose bytes come next. Raises EOFError."""
+    left = array.view(np.uint8).data
+    while left:
+        n_bytes = pipe.recv_into(left)
+        if not n_bytes:
+            raise EOFError
+        left = left[n_bytes:]
+    return array
+
+
 # ---- in the child
 
-_pipe: Connection  # to the parent
+_pipe: socket.socket  # to the parent
 
 
 def main() -> None:
-    """Answers the calls that come through the pipe of this number."""
+    """Answers the calls that come through the socket of this number."""
     global _pipe
-    _pipe, made = Connection(int(sys.argv[2])), None
+    _pipe, made = socket.socket(fileno=int(sys.argv[2])), None
     while True:
         try:
-            request = _pipe.recv_bytes()
+            request = _received(_pipe)
         except EOFError:
             return
         try:
@@ -167,8 +191,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - the parent raises it
             _fail(error)
         else:
-            _pipe.send_bytes(b"null")
-            _pipe.send_bytes(answer)
+            _succeed([np.frombuffer(answer, np.uint8)] if isinstance(answer, bytes) else answer)
 
 
 def _named(target: str) -> Any:
@@ -176,8 +199,14 @@ def _named(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def _succeed(arrays: list[NDArray[Any]]) -> None:
+    _send(_pipe, json.dumps([None, [(array.dtype.str, len(array)) for array in arrays]]).encode())
+    for array in arrays:
+        _pipe.sendall(np.ascontiguousarray(array).view(np.uint8).data)
+
+
 def _fail(error: Exception) -> None:
-    _pipe.send_bytes(json.dumps([type(error).__name__, str(error)]).encode())
+    _send(_pipe, json.dumps([[type(error).__name__, str(error)], []]).encode())
 
 
 def give_up(error: Exception) -> NoReturn:

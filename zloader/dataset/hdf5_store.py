@@ -199,7 +199,7 @@ def _ask(location: Location, listed: StoredObject, method: str, *arguments: Any)
     environment = {"HDF5_USE_FILE_LOCKING": "BEST_EFFORT"}
     try:
         with Child(_CHILD, file, listed, deadline_s=_DEADLINE_S, environment=environment) as child:
-            return child.call(method, *arguments)
+            return child.call(method, *arguments)[0].tobytes()
     except TimeoutError as error:
         raise DeadlineError(
             f"{location.url}: its groups and arrays could not be read within {_DEADLINE_S} s. The file may be damaged, "

@@ -1,20 +1,21 @@
 """Reads a TileDB-SOMA experiment in a process of its own (common/child.py): tiledbsoma sometimes crashes.
 
-Answers are Arrow tables, matrices in scipy's .npz, or JSON. An experiment is read as it was at one time, so that a
+Answers are Arrow tables, the arrays of a CSR matrix, or JSON. An experiment is read as it was at one time, so that a
 process that takes the place of a crashed one reads the same.
 """
 
 from __future__ import annotations
 
-import io
 import json
+import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import scipy.sparse
-import tiledbsoma
+from numpy.typing import NDArray
 
 from zloader.common.records import Rows
 
@@ -26,6 +27,10 @@ class SomaReader:
     """An experiment. A `path` leads to a part of it, such as `("ms", "RNA", "X", "raw")`."""
 
     def __init__(self, uri: str, config: Mapping[str, Any], time_ms: int) -> None:
+        # tiledbsoma names a type of anndata, whose import would take another second and 60 MB.
+        sys.modules.setdefault("anndata", SimpleNamespace(AnnData=None))  # type: ignore[arg-type]
+        import tiledbsoma
+
         context = tiledbsoma.SOMATileDBContext(tiledb_config=dict(config))
         self._experiment = tiledbsoma.Experiment.open(uri, context=context, tiledb_timestamp=time_ms)
 
@@ -64,8 +69,8 @@ class SomaReader:
         tile = json.loads(array.schema_config_options().dims)["soma_dim_0"]["tile"]
         return json.dumps([int(array.nnz), int(tile), self._experiment.obs.count]).encode()
 
-    def counts(self, path: tuple[str, ...], joinids: Rows) -> bytes:
-        """The values of some cells, which ascend, as CSR whose columns are the joinids of genes."""
+    def counts(self, path: tuple[str, ...], joinids: Rows) -> list[NDArray[Any]]:
+        """The values of some cells, which ascend, as the arrays of CSR whose columns are the joinids of genes."""
         array, first, last = self._at(path), int(joinids[0]), int(joinids[-1])
         chosen = slice(first, last) if last - first < 2 * len(joinids) else joinids
         kinds = (np.int32, np.int64, array.schema.field(_COLUMNS[2]).type.to_pandas_dtype())
@@ -76,7 +81,6 @@ class SomaReader:
             kept = slice(None) if last - first < len(joinids) else joinids[rows] == cells
             parts.append([rows[kept], genes[kept], values[kept]])
         rows, genes, values = map(np.concatenate, zip(*parts, strict=True))
-        found = scipy.sparse.coo_matrix((values, (rows, genes)), (len(joinids), int(genes.max(initial=0)) + 1))
-        out = io.BytesIO()
-        scipy.sparse.save_npz(out, found.tocsr(), compressed=False)
-        return out.getvalue()
+        shape = (len(joinids), int(genes.max(initial=0)) + 1)
+        found = scipy.sparse.coo_matrix((values, (rows, genes)), shape).tocsr()
+        return [found.indptr, found.indices, found.data]

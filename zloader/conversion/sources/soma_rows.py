@@ -6,13 +6,13 @@ leaves gaps between joinids. Where they are small, whole stretches are read and 
 
 from __future__ import annotations
 
-import io
 import json
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 
 from zloader.common.child import Child, ChildCrashedError
 from zloader.common.errors import SourceError
@@ -44,7 +44,7 @@ class SomaRows:
         self.obs = ArrowObs(lambda column: (self._column(column), False), columns, n_rows=self.n_obs, index=index)
         with reading(f"{name}: {'/'.join(x[:2])}", needs=NEEDS):
             var = self._table((*x[:2], "var")).to_pandas()
-            n_values, tile, n_all = json.loads(reader.call("array", x))
+            n_values, tile, n_all = json.loads(reader.call("array", x)[0].tobytes())
         self.n_values = n_values if where is None else None
         self._genes = np.full(int(var[_JOINID].max()) + 2 if len(var) else 1, -1, np.int32)  # the last is for others
         self._genes[var[_JOINID]] = np.arange(len(var), dtype=np.int32)
@@ -57,7 +57,7 @@ class SomaRows:
     def _table(self, path: tuple[str, ...], *given: Any) -> Any:
         import pyarrow as pa
 
-        return pa.ipc.open_stream(self._reader.call("table", path, *given)).read_all()
+        return pa.ipc.open_stream(self._reader.call("table", path, *given)[0]).read_all()
 
     def _selected(self, columns: list[str]) -> Rows:
         """The joinids of the cells, ascending. Raises SourceError if the filter is wrong, or selects no cell."""
@@ -84,29 +84,38 @@ class SomaRows:
             return self._table(("obs",), [column], where, chosen).column(0)
 
     def blocks(self, first_row: int) -> Iterator[Any]:
-        """See BlockSource."""
-        while first_row < self.n_obs:
-            stop = min(first_row + self._tile, self.n_obs)
+        """See BlockSource. The next block is read meanwhile."""
+        with ThreadPoolExecutor(1, thread_name_prefix="zloader-soma") as ahead:
+            waiting: deque[Any] = deque()
+            for joinids in self._pieces(first_row):
+                waiting.append(ahead.submit(self._counts, joinids))
+                if len(waiting) > 1:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def _pieces(self, row: int) -> Iterator[Rows]:
+        """The joinids of the cells from a row on, by the tile of X."""
+        while row < self.n_obs:
+            stop = min(row + self._tile, self.n_obs)
             if stop < self.n_obs:
                 cut = self._joinids[stop] // self._tile * self._tile
                 at_tile = int(np.searchsorted(self._joinids, cut))
-                stop = at_tile if at_tile > first_row else stop
-            yield self._counts(self._joinids[first_row:stop])
-            first_row = stop
+                stop = at_tile if at_tile > row else stop
+            yield self._joinids[row:stop]
+            row = stop
 
     def _counts(self, joinids: Rows) -> Any:
         """The counts of these cells as CSR. Raises SourceError."""
         with reading(f"{self._name}: X at {_JOINID} {joinids[0]} to {joinids[-1]}", needs=NEEDS):
-            counts = scipy.sparse.load_npz(io.BytesIO(self._reader.call("counts", self._x, joinids)))
-        positions = self._genes[np.minimum(counts.indices, len(self._genes) - 1)]
+            indptr, genes, values = self._reader.call("counts", self._x, joinids)
+        positions = self._genes[np.minimum(genes, len(self._genes) - 1)]
         if len(positions) and positions.min() < 0:
             unknown = int(np.argmin(positions))
-            cell = joinids[np.searchsorted(counts.indptr, unknown, side="right") - 1]
-            raise SourceError(
-                f"{self._name}: cell {cell} has a value for gene {counts.indices[unknown]}, but var has no gene with "
-                f"this {_JOINID}"
-            )
-        return csr_of(counts.data, positions, counts.indptr, len(self.var))
+            cell = joinids[np.searchsorted(indptr, unknown, side="right") - 1]
+            said = f"cell {cell} has a value for gene {genes[unknown]}"
+            raise SourceError(f"{self._name}: {said}, but var has no gene with this {_JOINID}")
+        return csr_of(values, positions, indptr, len(self.var))
 
     def close(self) -> None:
         """Ends the process that reads."""
@@ -116,4 +125,4 @@ class SomaRows:
 def names_in(reader: Child, path: tuple[str, ...], name: str, doing: str = "cannot be read") -> list[str]:
     """The names in a collection or frame of an experiment. Raises SourceError."""
     with reading(": ".join([name, *filter(None, ["/".join(path)])]), doing, needs=NEEDS):
-        return list(json.loads(reader.call("names", path)))
+        return list(json.loads(reader.call("names", path)[0].tobytes()))
