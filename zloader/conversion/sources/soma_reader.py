@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from zloader.common.records import Rows
 
 JOINID = "soma_joinid"
+_MOST_INT32 = np.iinfo(np.int32).max
 _COLUMNS = ("soma_dim_0", "soma_dim_1", "soma_data")
 
 
@@ -73,13 +74,14 @@ class SomaReader:
         """The values of some cells, which ascend, as the arrays of CSR whose columns are the joinids of genes."""
         array, first, last = self._at(path), int(joinids[0]), int(joinids[-1])
         chosen = slice(first, last) if last - first < 2 * len(joinids) else joinids
-        kinds = (np.int32, np.int64, array.schema.field(_COLUMNS[2]).type.to_pandas_dtype())
+        kinds = (np.int32, np.int32, array.schema.field(_COLUMNS[2]).type.to_pandas_dtype())
         parts = [[np.empty(0, kind) for kind in kinds]]
         for table in array.read((chosen,)).tables():
             cells, genes, values = (table.column(name).to_numpy() for name in _COLUMNS)
-            rows = np.searchsorted(joinids, cells)
+            rows = np.searchsorted(joinids, cells).astype(np.int32)
             kept = slice(None) if last - first < len(joinids) else joinids[rows] == cells
-            parts.append([rows[kept], genes[kept], values[kept]])
+            narrow = genes if genes.max(initial=0) > _MOST_INT32 else genes.astype(np.int32)
+            parts.append([rows[kept], narrow[kept], values[kept]])
         rows, genes, values = map(np.concatenate, zip(*parts, strict=True))
         shape = (len(joinids), int(genes.max(initial=0)) + 1)
         found = scipy.sparse.coo_matrix((values, (rows, genes)), shape).tocsr()
