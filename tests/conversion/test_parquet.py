@@ -204,23 +204,24 @@ def test_no_cells(tmp_path):
 
 @pytest.mark.filterwarnings(MARKED)
 def test_from_hugging_face_at_one_commit(tmp_path):
-    write(tmp_path)
-    with Hub(tmp_path) as hub:
-        options = {"endpoint": hub.url, "token": False, "skip_instance_cache": True}
-        url = "hf://datasets/lab/atlas"
+    hub = Hub(tmp_path)
+    write(hub.folder)
+    with hub.running() as address:
+        options = {"endpoint": address, "token": False, "skip_instance_cache": True}
+        url = "hf://datasets/lab/cells"
         given = zl.Parquet(
             f"{url}/data/*.parquet", gene_metadata=f"{url}/gene_metadata.parquet", obs_names="BARCODE_SUB_LIB_ID"
         )
         report = zl.convert(given, tmp_path / "a.zarr", source_options=options, progress=False)
         assert_is_adata(tmp_path / "a.zarr")
-        assert report.sources == [f"hf://datasets/lab/atlas@{hub.commit}/data/train-0.parquet and 2 more"]
+        assert report.sources == [f"hf://datasets/lab/cells@{hub.commit}/data/train-0.parquet and 2 more"]
         assert hub.revisions == {hub.commit}
         again = zl.convert(given, tmp_path / "a.zarr", source_options=options, resume=True, progress=False)
         assert again.already_complete
         missing = dataclasses.replace(given, url=f"{url}/data/none.parquet")
         with pytest.raises(StoreNotFoundError):
             zl.convert(missing, tmp_path / "b.zarr", source_options=options, progress=False)
-        hub.closed = True
+        hub.private = True
         with pytest.raises(AccessDeniedError, match="401"):
             zl.convert(given, tmp_path / "b.zarr", source_options=options, progress=False)
 
