@@ -6,6 +6,7 @@ leaves gaps between joinids. Where they are small, whole stretches are read and 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -85,9 +86,11 @@ class SomaRows:
 
     def blocks(self, first_row: int) -> Iterator[Any]:
         """See BlockSource. The next block is read meanwhile."""
+        pieces = self._pieces(first_row)
+        yield from map(self._counts, itertools.islice(pieces, 1))  # whoever wants to know the dtypes asks for no more
         with ThreadPoolExecutor(1, thread_name_prefix="zloader-soma") as ahead:
             waiting: deque[Any] = deque()
-            for joinids in self._pieces(first_row):
+            for joinids in pieces:
                 waiting.append(ahead.submit(self._counts, joinids))
                 if len(waiting) > 1:
                     yield waiting.popleft().result()
