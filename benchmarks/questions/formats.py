@@ -10,9 +10,9 @@ with the marker of Tahoe-100M, and as a SOMA experiment. Then these take turns, 
 - `soma`: `zloader convert` from SOMA. `to_anndata`: `axis_query().to_anndata()`, and `write_zarr`.
 
 Both of a pair read the same files and end with an AnnData Zarr store on the same disk. wall, CPU and peak memory are
-those of the whole process, but peak memory only of the larger one where SOMA is read in a second process. The stores are
-compared with the cells. Needs `pip install datasets`, which no extra has, unless `--pair soma` leaves it out.
-The last line is one JSON document.
+those of the whole process. Where SOMA is read in a second process, the peak is that of the larger one. The stores are
+compared with the cells. Needs `pip install datasets`, which no extra has, unless `--pair soma` leaves it out. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
