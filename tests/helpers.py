@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -121,6 +122,10 @@ class _WebServer(http.server.ThreadingHTTPServer):
         connection, address = super().get_request()
         self.connections.append(connection)
         return connection, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # the client has closed its connection
+            super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager

@@ -87,7 +87,6 @@ def test_sources_in_parquet_with_their_options(tmp_path: Path) -> None:
 
 @pytest.mark.any_version  # tiledbsoma 2.2 cannot write with pandas 3
 @pytest.mark.slow
-@pytest.mark.long  # see tests/conversion/test_soma.py
 def test_sources_in_soma_with_their_options(tmp_path: Path) -> None:
     io = pytest.importorskip("tiledbsoma.io")
     adata = counts(60, 30)

@@ -17,7 +17,7 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common.errors import AccessDeniedError, OptionError, SourceError, StoreError, StoreNotFoundError
 from zloader.conversion.convert import convert_to
-from zloader.conversion.sources import list_rows
+from zloader.conversion.sources import gene_lookup, list_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -204,23 +204,24 @@ def test_no_cells(tmp_path):
 
 @pytest.mark.filterwarnings(MARKED)
 def test_from_hugging_face_at_one_commit(tmp_path):
-    write(tmp_path)
-    with Hub(tmp_path) as hub:
-        options = {"endpoint": hub.url, "token": False, "skip_instance_cache": True}
-        url = "hf://datasets/lab/atlas"
+    hub = Hub(tmp_path)
+    write(hub.folder)
+    with hub.running() as address:
+        options = {"endpoint": address, "token": False, "skip_instance_cache": True}
+        url = "hf://datasets/lab/cells"
         given = zl.Parquet(
             f"{url}/data/*.parquet", gene_metadata=f"{url}/gene_metadata.parquet", obs_names="BARCODE_SUB_LIB_ID"
         )
         report = zl.convert(given, tmp_path / "a.zarr", source_options=options, progress=False)
         assert_is_adata(tmp_path / "a.zarr")
-        assert report.sources == [f"hf://datasets/lab/atlas@{hub.commit}/data/train-0.parquet and 2 more"]
+        assert report.sources == [f"hf://datasets/lab/cells@{hub.commit}/data/train-0.parquet and 2 more"]
         assert hub.revisions == {hub.commit}
         again = zl.convert(given, tmp_path / "a.zarr", source_options=options, resume=True, progress=False)
         assert again.already_complete
         missing = dataclasses.replace(given, url=f"{url}/data/none.parquet")
         with pytest.raises(StoreNotFoundError):
             zl.convert(missing, tmp_path / "b.zarr", source_options=options, progress=False)
-        hub.closed = True
+        hub.private = True
         with pytest.raises(AccessDeniedError, match="401"):
             zl.convert(given, tmp_path / "b.zarr", source_options=options, progress=False)
 
@@ -261,7 +262,7 @@ def test_wrong_rows(tmp_path, row, column, change, words):
     [
         ({"gene_metadata": None}, "only the ids of genes"),
         ({"lists": ("genes", "x")}, r"no columns genes, x: .* It has genes, expressions, BARCODE"),
-        ({"lists": ("expressions", "genes")}, "'expressions' is list<.*float>, but must be lists of integers"),
+        ({"lists": ("expressions", "genes")}, "'expressions' is list<.*float>, but must be lists of integers or text"),
         ({"lists": ("genes", "drug")}, "'drug' is .*, but must be lists of numbers"),
         ({"gene_id": "gene_symbol"}, "no column 'gene_symbol' of integers"),
         ({"gene_id": "id"}, "no column 'id' of integers"),
@@ -305,6 +306,116 @@ def test_other_types_of_lists(tmp_path, kind):
     report = zl.convert(given, tmp_path / "a.zarr", progress=False)
     assert read(tmp_path / "a.zarr").X.toarray().tolist() == [[1, 2], [0, 0], [0, 7]]
     assert report.rows_made_canonical == {"X": 1}
+
+
+NAMES = ADATA.var_names.to_numpy(str)
+TEXT = {
+    "plain": pa.list_(pa.string()),
+    "large": pa.large_list(pa.large_string()),
+    "dictionary": pa.list_(pa.dictionary(pa.int32(), pa.string())),
+    "large dictionary": pa.large_list(pa.dictionary(pa.int16(), pa.large_string())),
+}
+
+
+def with_names(folder: Path, kind: str, names=NAMES, rows: int = 100) -> Path:
+    """The files of `write`, whose lists hold the names of genes."""
+    write(folder, marker=False, rows=rows)
+    for number, file in enumerate(sorted((folder / "data").iterdir())):
+        found = pq.read_table(file)
+        ids = found.column("genes").combine_chunks()
+        genes = np.argsort(IDS)[np.searchsorted(np.sort(IDS), ids.values.to_numpy())]
+        text = pa.array(names[genes].astype(object), pa.large_string() if "large" in kind else pa.string())
+        if "dictionary" in kind:
+            text = text.dictionary_encode()
+            pads = pa.array([f"unused{number}", *text.dictionary.to_pylist()], text.dictionary.type)  # differs by file
+            text = pa.DictionaryArray.from_arrays(pa.array(text.indices.to_numpy() + 1, pa.int32()), pads)
+            text = text.cast(TEXT[kind].value_type)
+        made = pa.LargeListArray if kind.startswith("large") else pa.ListArray
+        lists = made.from_arrays(ids.offsets.cast(pa.int64() if kind.startswith("large") else pa.int32()), text)
+        place = found.schema.get_field_index("genes")
+        pq.write_table(found.set_column(place, "genes", lists), file, row_group_size=rows)
+    return folder
+
+
+@pytest.mark.parametrize("rows", [100, 7])
+@pytest.mark.parametrize("kind", TEXT)
+def test_lists_of_names_with_gene_metadata(tmp_path, monkeypatch, kind, rows):
+    monkeypatch.setattr(list_rows, "MOST_BYTES", 64 * 1000)
+    with_names(tmp_path, kind, rows=rows)
+    zl.convert(source(tmp_path), tmp_path / "a.zarr", options=SMALL, progress=False)
+    zl.convert(ADATA, tmp_path / "b.zarr", options=SMALL, progress=False)
+    assert_is_adata(tmp_path / "a.zarr", read(tmp_path / "b.zarr"))
+    for name in ("data", "indices", "indptr"):
+        assert files(tmp_path / f"a.zarr/X/{name}/c") == files(tmp_path / f"b.zarr/X/{name}/c")
+    assert zl.verify(tmp_path / "a.zarr", against=source(tmp_path), progress=False).ok
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_lists_of_names_make_var_themselves(tmp_path, kind):
+    names = np.random.default_rng(3).permutation(NAMES)
+    with_names(tmp_path, kind, names)
+    zl.convert(source(tmp_path, gene_metadata=None), tmp_path / "a.zarr", progress=False)
+    found = read(tmp_path / "a.zarr")
+    used = names[np.unique(ADATA.X.indices)]
+    assert found.var_names.tolist() == sorted(used)
+    assert found.var.columns.tolist() == []
+    wanted = pd.DataFrame(ADATA.X.toarray(), columns=names)[found.var_names]
+    np.testing.assert_array_equal(found.X.toarray(), wanted.to_numpy())
+    assert zl.verify(tmp_path / "a.zarr", against=source(tmp_path, gene_metadata=None), progress=False).ok
+
+
+def test_the_column_of_names_is_found_or_named(tmp_path):
+    symbols = np.array([f"s{i}" for i in range(N_GENES)])
+    with_names(tmp_path, "plain", symbols)
+    place = tmp_path / "gene_metadata.parquet"
+    var = ADATA.var.reset_index()
+    pq.write_table(pa.Table.from_pandas(var.assign(gene_symbol=symbols, other=NAMES[::-1])), place)
+    zl.convert(source(tmp_path), tmp_path / "a.zarr", progress=False)
+    found = read(tmp_path / "a.zarr")
+    assert found.var_names.tolist() == NAMES.tolist()  # named by the usual column, matched by another
+    np.testing.assert_array_equal(found.X.toarray(), ADATA.X.toarray())
+    named = source(tmp_path, gene_id="gene_symbol")
+    assert zl.verify(tmp_path / "a.zarr", against=named, progress=False).ok
+    for options, words in [
+        ({"gene_id": "ensembl_id"}, "row 0 has gene s[0-9]+, which is not in the gene metadata"),
+        ({"gene_id": "token_id"}, "no column 'token_id' of text, the names of genes in 'genes'"),
+        ({"gene_id": "nope"}, "no column 'nope' of text"),
+    ]:
+        with pytest.raises(SourceError, match=words):
+            zl.convert(source(tmp_path, **options), tmp_path / "b.zarr", progress=False)
+    pq.write_table(pa.Table.from_pandas(var), place)
+    with pytest.raises(SourceError, match="gene_symbol twice in row 1 is given to an earlier gene, too"):
+        zl.convert(named, tmp_path / "b.zarr", progress=False)
+    with pytest.raises(SourceError, match=r"row 0 has gene s[0-9]+, which is not in the gene metadata"):
+        zl.convert(source(tmp_path), tmp_path / "b.zarr", progress=False)
+    assert not (tmp_path / "b.zarr" / "zarr.json").exists()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_wrong_names(tmp_path, monkeypatch, given):
+    options = {} if given else {"gene_metadata": None}
+    made = {"genes": [["ENSG1"], ["ENSG2", None]], "expressions": [[1.0], [2.0, 3.0]]}
+    write(tmp_path)
+    for file in (tmp_path / "data").iterdir():
+        file.unlink()
+    place = tmp_path / "data" / "a.parquet"
+    pq.write_table(pa.table(made), place)
+    with pytest.raises(SourceError, match="row 1 has a missing value in genes"):
+        zl.convert(source(tmp_path, obs_names=None, **options), tmp_path / "a.zarr", progress=False)
+    pq.write_table(pa.table(made | {"genes": [["ENSG1"], ["ENSG2", "ENSG2"]]}), place)
+    zl.convert(source(tmp_path, obs_names=None, **options), tmp_path / "a.zarr", progress=False)
+    assert read(tmp_path / "a.zarr").X.sum(axis=1).tolist() == [[1], [5]]
+    no_cells = pa.table({name: pa.array([], pa.list_(kind)) for name, kind in zip(made, TYPES, strict=True)})
+    pq.write_table(no_cells, place)
+    zl.convert(source(tmp_path, obs_names=None, **options), tmp_path / "b.zarr", progress=False)
+    assert read(tmp_path / "b.zarr").shape == (0, N_GENES if given else 0)
+    monkeypatch.setattr(gene_lookup, "_MOST_NAMES", 1)
+    pq.write_table(pa.table(made), place)
+    with pytest.raises(SourceError, match="more than 1 names: are they those of genes"):
+        zl.convert(source(tmp_path, obs_names=None, gene_metadata=None), tmp_path / "c.zarr", progress=False)
+
+
+TYPES = (pa.string(), pa.float32())
 
 
 def test_wrong_genes(tmp_path):

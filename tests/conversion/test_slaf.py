@@ -5,6 +5,7 @@ Its own converter is not used, because slafdb needs versions of boto3 and scipy 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import anndata as ad
@@ -52,6 +53,8 @@ def write(folder, adata=None, *, value=np.uint16, **changed):
     obs = adata.obs.assign(cell_start_index=adata.X.indptr[:-1], cell_id=adata.obs_names, cell_integer_id=range(N_ROWS))
     var = adata.var.assign(gene_id=adata.var_names, gene_integer_id=range(N_GENES))
     tables = {"expression": expression, "cells": obs.reset_index(drop=True), "genes": var.reset_index(drop=True)}
+    if adata.layers:
+        tables["layers"] = wide(adata)
     for name, table in (tables | changed).items():
         made = pa.Table.from_pandas(table) if isinstance(table, pd.DataFrame) else pa.table(table)
         lance.write_dataset(
@@ -60,11 +63,25 @@ def write(folder, adata=None, *, value=np.uint16, **changed):
     config = {
         "format_version": "0.5",
         "array_shape": list(adata.shape),
-        "tables": {name: f"{name}.lance" for name in tables},
+        "tables": {name: f"{name}.lance" for name in tables | changed},
         "metadata": {"expression_count": int(coo.nnz)},
     }
+    if adata.layers:
+        config["layers"] = {"available": list(adata.layers), "immutable": list(adata.layers)}
     (folder / "config.json").write_text(json.dumps(config))
     return tables
+
+
+def wide(adata):
+    """The table of layers of slafdb's `_read_chunk_layers_wide`: all pairs of a cell and a gene."""
+    made = {
+        "cell_integer_id": np.repeat(np.arange(adata.n_obs, dtype=np.uint32), adata.n_vars),
+        "gene_integer_id": np.tile(np.arange(adata.n_vars, dtype=np.uint16), adata.n_obs),
+    }
+    for name, layer in adata.layers.items():
+        values = layer.toarray().reshape(-1).astype(np.float32)
+        made[name] = pa.array(values, mask=values == 0)
+    return made
 
 
 @pytest.fixture
@@ -92,6 +109,56 @@ def test_the_same_cells_written_both_ways_are_equal(tmp_path, monkeypatch, atlas
     for name in ("data", "indices", "indptr"):
         assert files(tmp_path / f"a.zarr/X/{name}/c") == files(tmp_path / f"b.zarr/X/{name}/c")
     assert zl.verify(tmp_path / "a.zarr", against=atlas, progress=False).ok
+
+
+def with_layers():
+    adata = cells()
+    adata.layers["spliced"] = counts(N_ROWS, N_GENES, seed=1)
+    adata.layers["un spliced"] = counts(N_ROWS, N_GENES, seed=2)
+    adata.layers["none"] = adata.layers["spliced"] * 0
+    adata.layers["none"].eliminate_zeros()
+    return adata
+
+
+@pytest.mark.parametrize("batch", [16 * 700, 16 << 20])
+def test_layers(tmp_path, monkeypatch, atlas, batch):
+    monkeypatch.setattr(slaf, "MOST_BYTES", batch)
+    adata = with_layers()
+    write(atlas, adata)
+    zl.convert(atlas, tmp_path / "a.zarr", options=SMALL, progress=False)
+    found = ad.read_zarr(tmp_path / "a.zarr")
+    assert sorted(found.layers) == ["none", "spliced", "un spliced"]
+    for name, layer in adata.layers.items():
+        np.testing.assert_array_equal(found.layers[name].toarray(), layer.toarray())
+        assert found.layers[name].nnz == layer.nnz  # nulls are no zeros
+    np.testing.assert_array_equal(found.X.toarray(), adata.X.toarray())
+    assert zl.verify(tmp_path / "a.zarr", against=atlas, progress=False).ok
+    select = zl.Selection(layers=["spliced"])
+    shuffled = dataclasses.replace(SMALL, shuffle_seed=1)
+    zl.convert(atlas, tmp_path / "b.zarr", select=select, options=shuffled, progress=False)
+    found = ad.read_zarr(tmp_path / "b.zarr")
+    wanted = adata.layers["spliced"].toarray()[found.obs["source_row"]]
+    np.testing.assert_array_equal(found.layers["spliced"].toarray(), wanted)
+    zl.convert(atlas, tmp_path / "c.zarr", select=zl.Selection(x="layers/spliced"), progress=False)
+    np.testing.assert_array_equal(ad.read_zarr(tmp_path / "c.zarr").X.toarray(), adata.layers["spliced"].toarray())
+
+
+def test_wrong_layers(tmp_path, atlas):
+    tables = write(atlas, with_layers())
+    config = json.loads((atlas / "config.json").read_text())
+    (atlas / "config.json").write_text(json.dumps(config | {"layers": {"available": ["other"]}}))
+    with pytest.raises(SourceError, match=r"layers/other cannot be read \(KeyError"):
+        zl.convert(atlas, tmp_path / "a.zarr", progress=False)
+    (atlas / "config.json").write_text(json.dumps({key: each for key, each in config.items() if key != "layers"}))
+    zl.convert(atlas, tmp_path / "a.zarr", progress=False)  # all columns are layers
+    assert sorted(ad.read_zarr(tmp_path / "a.zarr").layers) == ["none", "spliced", "un spliced"]
+    for at, words in [(0, "the values after cell 0 are not in the order of cells"), (-1, f"a value for cell {N_ROWS}")]:
+        wrong = dict(tables["layers"], spliced=np.ones(N_ROWS * N_GENES, np.float32))
+        wrong["cell_integer_id"] = wrong["cell_integer_id"].copy()
+        wrong["cell_integer_id"][at] = N_ROWS if at else 7
+        write(atlas, with_layers(), layers=wrong)
+        with pytest.raises(SourceError, match=f"layers/spliced: .*{words}"):
+            zl.convert(atlas, tmp_path / "b.zarr", progress=False)
 
 
 @pytest.mark.parametrize("survives", [5, 25])

@@ -139,11 +139,12 @@ def _read_only_class() -> Any:
 
         def do_connect(self) -> None:
             super().do_connect()
-            # Azure's client would take a minute per request if nothing answers: it retries after 16, 18 and 24 s.
+            # Azure's client would take a minute per request if the server fails: it retries after 16, 18 and 24 s.
             for policy in self.service_client._pipeline._impl_policies:
                 if hasattr(policy, "initial_backoff"):
                     policy.total_retries, policy.initial_backoff, policy.increment_base = 2, 0.5, 2
                     policy.random_jitter_range = 0.25
+                    policy.connect_retries = 1  # nothing listens
 
         async def _find(self, path: str, withdirs: bool = False, prefix: str = "", **options: Any) -> Any:
             found = await super()._find(path, withdirs=withdirs, prefix=prefix, **options)

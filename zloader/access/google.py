@@ -7,7 +7,9 @@ With both an endpoint and credentials, obstore reads instead.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +19,8 @@ from zloader.access.object_stores import ObjectStore, client_options, libraries
 from zloader.access.read_only import ReadOnly
 from zloader.access.storage_options import parameters, require_endpoint, require_known
 from zloader.common.errors import OptionError
+
+_REFUSALS = 3  # attempts to connect, a second apart, where nothing listens
 
 
 def google_token(storage_options: Mapping[str, Any]) -> str:
@@ -103,6 +107,7 @@ def is_denial(error: BaseException) -> bool:
 @functools.cache
 def _read_only_class() -> Any:
     with libraries("gs", "gcsfs", "gs"):
+        from aiohttp import ClientConnectorError
         from gcsfs.core import GCSFileSystem
         from gcsfs.retry import retry_request
 
@@ -112,8 +117,17 @@ def _read_only_class() -> Any:
     class GoogleFiles(ReadOnly, GCSFileSystem):  # type: ignore[misc]
         """Objects below gs:// URLs."""
 
-        # 4 attempts, after 0, 1.5, 2.5 and 4.5 s. gcsfs's default, 6, takes half a minute if nothing answers.
-        _request = retry_request(GCSFileSystem._request.__wrapped__, retries=4)
+        async def _once_or_refused(self, *given: Any, **options: Any) -> Any:  # noqa: RET503 - the loop has no end
+            for attempt in itertools.count(1):
+                try:
+                    return await GCSFileSystem._request.__wrapped__(self, *given, **options)
+                except ClientConnectorError as error:
+                    if attempt == _REFUSALS:  # gcsfs repeats errors of aiohttp, but not this one
+                        raise ConnectionError(str(error)) from error
+                    await asyncio.sleep(1)
+
+        # 4 attempts, after 0, 1.5, 2.5 and 4.5 s. gcsfs's default, 6, takes half a minute.
+        _request = retry_request(_once_or_refused, retries=4)
 
         @staticmethod
         def close_session(loop: Any, session: Any, asynchronous: bool = False) -> None:

@@ -81,9 +81,10 @@ class _S3(Scheme):
 
     def files(self, location: Address, *, asynchronous: bool) -> Any:
         from zloader.access.credentials import s3_access
+        from zloader.access.s3_files import S3Files
 
         options = {"use_listings_cache": False, **s3_access(location.storage_options).options}
-        return fsspec.filesystem("s3", asynchronous=asynchronous, **options)
+        return S3Files(asynchronous=asynchronous, **options)
 
     def tag(self, location: Address, entry: Mapping[str, Any]) -> str:
         return str(entry.get("ETag") or "")

@@ -18,18 +18,20 @@ _of_soma = functools.partial(typer.Option, rich_help_panel="Sources in SOMA")
 class FormatFlags:
     """The options of `zl.Parquet` and `zl.Soma`."""
 
-    gene_metadata: Annotated[
-        str | None, _of_parquet(metavar="FILE", help="Parquet file with the ids and names of genes.")
-    ] = None
+    gene_metadata: Annotated[str | None, _of_parquet(metavar="FILE", help="Parquet file with a row for each gene.")] = (
+        None
+    )
     lists: Annotated[
         str | None,
         _of_parquet(
-            metavar="GENES,VALUES", help="Columns of lists: ids of genes, and values.", show_default="genes,expressions"
+            metavar="GENES,VALUES",
+            help="Columns of lists: ids or names of genes, and values.",
+            show_default="genes,expressions",
         ),
     ] = None
     gene_id: Annotated[
         str | None,
-        _of_parquet(metavar="NAME", help="Column of --gene-metadata with the ids.", show_default="token_id"),
+        _of_parquet(metavar="NAME", help="Column of --gene-metadata with the ids or names.", show_default="token_id"),
     ] = None
     obs_names: Annotated[
         str | None, _of_parquet(metavar="NAME", help="Column with the names of cells.", show_default="numbers")

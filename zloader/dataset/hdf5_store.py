@@ -15,10 +15,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -31,6 +27,7 @@ from zarr.abc.store import RangeByteRequest, Store
 from zloader.access.listed_store import ListedStore, is_metadata, slice_of
 from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject
+from zloader.common.child import Child, ChildCrashedError, ChildError
 from zloader.common.errors import (
     AccessDeniedError,
     CorruptChunkError,
@@ -39,6 +36,7 @@ from zloader.common.errors import (
     MissingObjectError,
     ReadError,
     StoreChangedError,
+    StoreError,
     TruncatedObjectError,
 )
 from zloader.storage.decode import Decoder
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
     from zarr.core.buffer import Buffer, BufferPrototype
 
 _DEADLINE_S = 300  # of a child: a file of 30 GB over a link of 30 ms takes less than 10 s
-_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zloader.reading.hdf5_scan import main; main()"
+_CHILD = "zloader.reading.hdf5_scan:Hdf5File"
 _MOST_INLINE = 1 << 17  # strings of an array that are read with the metadata
 _STRINGS = 1 << 19  # of a larger array, read by one child
 _READ_ERRORS = (
@@ -186,49 +184,44 @@ def _array_document(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_index(location: Location, listed: StoredObject) -> bytes:
     """The index of an HDF5 file, for Hdf5Index. Raises FormatError, DeadlineError or StoreChangedError."""
-    content = _ask(location, {"listed": listed, "most_inline": _MOST_INLINE})
+    content = _ask(location, listed, "index", _MOST_INLINE)
     directory, name = file_of(location)
     if directory.find_object(name) != listed:
         raise StoreChangedError(f"{location.url} has changed while it was opened: wait until it is complete")
     return content
 
 
-def _ask(location: Location, request: Mapping[str, Any]) -> bytes:
-    """The answer of a child process that reads a file with libhdf5."""
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
+def _ask(location: Location, listed: StoredObject, method: str, *arguments: Any) -> bytes:
+    """What a method of hdf5_scan's Hdf5File returns, in a child process."""
+    # A local path saves the child from importing file systems.
+    file = location.path if location.scheme == "file" else file_of(location)
     # Without locks, a file on a file system that has none could not be opened.
-    environment = {**os.environ, "HDF5_USE_FILE_LOCKING": "BEST_EFFORT"}
+    environment = {"HDF5_USE_FILE_LOCKING": "BEST_EFFORT"}
     try:
-        done = subprocess.run(
-            command,
-            # A local path saves the child from importing file systems.
-            input=pickle.dumps({"file": location.path if location.scheme == "file" else file_of(location), **request}),
-            capture_output=True,
-            timeout=_DEADLINE_S,
-            check=False,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired as error:
+        with Child(_CHILD, file, listed, deadline_s=_DEADLINE_S, environment=environment) as child:
+            return child.call(method, *arguments)[0].tobytes()
+    except TimeoutError as error:
         raise DeadlineError(
             f"{location.url}: its groups and arrays could not be read within {_DEADLINE_S} s. The file may be damaged, "
             "or the disk or network is slow: run 'zloader convert' on a copy of it"
         ) from error
-    if done.returncode:
-        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit status {done.returncode}"
-        raise FormatError(f"{location.url} cannot be read as HDF5: the library stopped ({reason}). Is it damaged?")
-    with np.load(io.BytesIO(done.stdout), allow_pickle=False) as arrays:
-        document = json.loads(arrays["document"].tobytes())
-    if "refused" in document:
-        raise FormatError(f"{location.url}: {document['refused']}. {_CONVERT}")
-    for kind in _READ_ERRORS:
-        if kind.__name__ in document:
-            raise kind(document[kind.__name__])
-    if "damaged" in document:
+    except ChildCrashedError as error:
         raise FormatError(
-            f"{location.url} cannot be read as HDF5: {document['damaged']}. It is damaged, truncated, or still being "
-            "written"
-        )
-    return done.stdout
+            f"{location.url} cannot be read as HDF5: the library stopped ({error}). Is it damaged?"
+        ) from error
+    except ChildError as error:
+        raise _of_child(location.url, error) from error
+
+
+def _of_child(url: str, error: ChildError) -> StoreError:
+    """The error to raise for an exception of the child."""
+    name = type(error).__name__
+    for kind in _READ_ERRORS:
+        if kind.__name__ == name:
+            return kind(str(error))
+    if name == "Refused":
+        return FormatError(f"{url}: {error}. {_CONVERT}")
+    return FormatError(f"{url} cannot be read as HDF5: {error}. It is damaged, truncated, or still being written")
 
 
 class Hdf5Store(Store):
@@ -265,7 +258,7 @@ class Hdf5Store(Store):
         if node.get("inline") is not None:
             return bytes.fromhex(node["inline"])
         if node.get("strings"):
-            return _strings(self._location, self._listed, path, place, node["shape"])
+            return _ask(self._location, self._listed, "strings", path, place[0] * _STRINGS, _STRINGS)
         layout = self._index.chunk_layout(path, self._name)
         grid = [-(-size // chunk) for size, chunk in zip(node["shape"], node["chunks"], strict=True)]
         number = int(np.ravel_multi_index(place, grid)) if place else 0
@@ -332,10 +325,3 @@ class Hdf5Store(Store):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hdf5Store) and self._location == other._location
-
-
-def _strings(location: Location, listed: StoredObject, path: str, place: list[int], shape: list[int]) -> bytes:
-    """A chunk of a large array of strings."""
-    content = _ask(location, {"listed": listed, "strings": (path, place[0] * _STRINGS, _STRINGS)})
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        return bytes.fromhex(json.loads(arrays["document"].tobytes())["strings"])

@@ -1,10 +1,7 @@
-"""Reads what an HDF5 file says about its groups, arrays and chunks, in a process of its own.
-
-    python -m zloader.reading.hdf5_scan < request > answer
+"""Reads what an HDF5 file says about its groups, arrays and chunks, in a process of its own (common/child.py).
 
 A damaged or hostile file can crash libhdf5 or keep it busy for ever. So it runs in a child process with a deadline, and
-reads no values but strings, which lie in heaps that only libhdf5 can read. The request is a pickle of its parent. The
-answer is a file of NumPy arrays (npz) without pickles: `document` is JSON, `table_N` are chunk tables.
+reads no values but strings, which lie in heaps that only libhdf5 can read.
 
 The cost is one pass over all objects of the file, and one over the index of each chunked array, which
 prefetched_file.py reads ahead.
@@ -16,17 +13,15 @@ import asyncio
 import io
 import json
 import math
-import os
-import pickle
 import struct
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.child import give_up
 from zloader.common.errors import StoreError
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
@@ -41,7 +36,7 @@ _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "
 _PLUGINS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Why an object of the file cannot be read in place."""
 
 
@@ -52,15 +47,15 @@ def scan(file: h5py.File, most_inline: int = 1 << 17) -> tuple[dict[str, Any], l
     base = _base_address(file)
     for path, node, why in _walk(file):
         if len(nodes) >= _MOST_NODES:
-            raise _Refused(f"it has more than {_MOST_NODES} groups and arrays")
+            raise Refused(f"it has more than {_MOST_NODES} groups and arrays")
         try:
             if node is None:
-                raise _Refused(why)
+                raise Refused(why)
             attrs = _attributes(node)
             nodes[path] = {"attrs": attrs}
             if isinstance(node, h5py.Dataset):
                 nodes[path] |= _array(node, tables, base, most_inline)
-        except _Refused as error:
+        except Refused as error:
             nodes[path] = {"refused": str(error)}
         except (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, struct.error) as error:
             nodes[path] = {"refused": f"its description in the file is damaged ({error})"}
@@ -148,18 +143,18 @@ def _plain(value: Any) -> Any:
 def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most_inline: int) -> dict[str, Any]:
     """The description of an array, and its chunk table if it is read by byte ranges."""
     if node.is_virtual:
-        raise _Refused("it is a virtual dataset, whose values lie in other files")
+        raise Refused("it is a virtual dataset, whose values lie in other files")
     if node.external is not None:
-        raise _Refused("its values lie in other files (external storage)")
+        raise Refused("its values lie in other files (external storage)")
     if node.shape is None:
         return {"shape": None}
     shape = [int(size) for size in node.shape]
     if h5py.check_string_dtype(node.dtype) is not None and node.dtype.kind == "O":
         few = not shape or math.prod(shape) <= most_inline
-        inline = _strings(node, 0, shape[0] if shape else 1) if few else None
+        inline = _strings(node, 0, shape[0] if shape else 1).hex() if few else None
         return {"shape": shape, "strings": True, "inline": inline}
     if node.dtype.hasobject or node.dtype.kind not in "biufcSUV":
-        raise _Refused(f"it holds {node.dtype}")
+        raise Refused(f"it holds {node.dtype}")
     plist = node.id.get_create_plist()
     filters = [_filter(plist.get_filter(number), node.dtype) for number in range(plist.get_nfilters())]
     described = {"shape": shape, "dtype": _dtype_text(node.dtype), "filters": filters, "fill": _fill_value(node)}
@@ -199,7 +194,7 @@ def _blocks(node: h5py.Dataset, shape: list[int]) -> list[int]:
 def _n_chunks(shape: list[int], chunks: list[int]) -> int:
     n = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
     if n > _MOST_CHUNKS:
-        raise _Refused(f"it has {n} chunks, more than {_MOST_CHUNKS}")
+        raise Refused(f"it has {n} chunks, more than {_MOST_CHUNKS}")
     return n
 
 
@@ -217,12 +212,12 @@ def _chunk_table(node: h5py.Dataset, chunks: list[int], filters: list[dict[str, 
         place = 0
         for size, chunk, offset in zip(grid, chunks, info.chunk_offset, strict=True):
             if not 0 <= offset < size * chunk:
-                raise _Refused(f"its index has a chunk at {info.chunk_offset}, outside of its shape {node.shape}")
+                raise Refused(f"its index has a chunk at {info.chunk_offset}, outside of its shape {node.shape}")
             place = place * size + offset // chunk
         # A filter may leave out a chunk that it cannot make smaller. Its size says so, or else the file is refused.
         skipped = bool(compressed) and info.filter_mask == skipping
         if (info.filter_mask and not skipped) or (skipped and info.size != raw + overhead):
-            raise _Refused(f"its chunk at {info.chunk_offset} was written with some of its filters only")
+            raise Refused(f"its chunk at {info.chunk_offset} was written with some of its filters only")
         if info.size == raw + overhead:
             as_large[not skipped] = info.chunk_offset
         table[place] = info.byte_offset + base, info.size
@@ -230,86 +225,63 @@ def _chunk_table(node: h5py.Dataset, chunks: list[int], filters: list[dict[str, 
     if len(table):
         node.id.chunk_iter(add)
     if compressed and len(as_large) > 1:
-        raise _Refused(f"its chunk at {as_large[True]} is as large compressed as it is plain")
+        raise Refused(f"its chunk at {as_large[True]} is as large compressed as it is plain")
     for number in compressed:
         filters[number]["skips"] = False in as_large
     return table
 
 
-def _strings(node: h5py.Dataset, start: int, n_rows: int) -> str:
-    """`n_rows` rows of strings, empty ones after the last, as the bytes of numcodecs' vlen-utf8, in hexadecimal.
+def _strings(node: h5py.Dataset, start: int, n_rows: int) -> bytes:
+    """`n_rows` rows of strings, empty ones after the last, as the bytes of numcodecs' vlen-utf8.
 
-    Raises _Refused for text that is not UTF-8.
+    Raises Refused for text that is not UTF-8.
     """
     import numcodecs
 
     try:
         found = np.asarray(node.asstr()[start : start + n_rows] if node.shape else [node.asstr()[()]], object)
     except UnicodeDecodeError as error:
-        raise _Refused(f"it holds text that is not UTF-8 ({error})") from error
+        raise Refused(f"it holds text that is not UTF-8 ({error})") from error
     values = np.full(n_rows * math.prod(node.shape[1:]), "", object)
     values[: found.size] = found.reshape(-1)
-    return bytes(numcodecs.VLenUTF8().encode(values)).hex()
+    return bytes(numcodecs.VLenUTF8().encode(values))
 
 
-def _opened(request: Mapping[str, Any]) -> Any:
-    """What h5py opens: a path, or a file on a server, of which the request has the folder's Location and the name."""
-    file = request["file"]
-    if isinstance(file, str):
-        return file
-    # Imported here because it imports TensorStore, which local files do not need.
-    from zloader.reading.object_source import ObjectSource
+class Hdf5File:
+    """A file in a process of its own: a path, or, on a server, the Location of its folder and its name."""
 
-    folder, name = file
-    loop = asyncio.new_event_loop()
-    source = ObjectSource(folder, {name: request["listed"]}, FetchOptions())
+    def __init__(self, file: str | tuple[Any, str], listed: Any) -> None:
+        self._file, self._listed = file, listed
 
-    def read(spans: list[tuple[int, int]]) -> list[bytes]:
-        wanted = [Span(key=name, start=start, stop=stop) for start, stop in spans]
-        try:
-            return loop.run_until_complete(source.read(wanted))
-        except StoreError as error:  # libhdf5 would only say that it cannot read
-            _respond(_failure(type(error).__name__, error))
-            sys.stdout.flush()
-            os._exit(0)
+    def index(self, most_inline: int) -> bytes:
+        """The nodes as JSON (`document`) and the chunk tables (`table_N`), as NumPy arrays (npz) without pickles."""
+        with self._opened() as file:
+            nodes, tables = scan(file, most_inline)
+        arrays: dict[str, Any] = {f"table_{number}": table for number, table in enumerate(tables)}
+        out = io.BytesIO()
+        np.savez(out, document=np.frombuffer(json.dumps({"nodes": nodes}).encode(), np.uint8), **arrays)
+        return out.getvalue()
 
-    return PrefetchedFile(read, request["listed"].size)
+    def strings(self, path: str, start: int, n_rows: int) -> bytes:
+        """`n_rows` rows of an array of strings, as the bytes of numcodecs' vlen-utf8."""
+        with self._opened() as file:
+            return _strings(file[path], start, n_rows)
 
+    def _opened(self) -> h5py.File:
+        if isinstance(self._file, str):
+            return h5py.File(self._file, "r")
+        # Imported here because it imports TensorStore, which local files do not need.
+        from zloader.reading.object_source import ObjectSource
 
-def _answer(request: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    with h5py.File(_opened(request), "r") as file:
-        if "strings" in request:
-            path, start, n_rows = request["strings"]
-            document: Any = {"strings": _strings(file[path], start, n_rows)}
-            tables: list[NDArray[np.uint64]] = []
-        else:
-            nodes, tables = scan(file, request["most_inline"])
-            document = {"nodes": nodes}
-    arrays = {f"table_{number}": table for number, table in enumerate(tables)}
-    return {"document": np.frombuffer(json.dumps(document).encode(), np.uint8), **arrays}
+        folder, name = self._file
+        loop = asyncio.new_event_loop()
+        source = ObjectSource(folder, {name: self._listed}, FetchOptions())
 
+        def read(spans: list[tuple[int, int]]) -> list[bytes]:
+            wanted = [Span(key=name, start=start, stop=stop) for start, stop in spans]
+            try:
+                return loop.run_until_complete(source.read(wanted))
+            except StoreError as error:
+                give_up(error)  # libhdf5 would only say that it cannot read
 
-def main() -> None:
-    """Answers the request on standard input."""
-    request = pickle.load(sys.stdin.buffer)
-    try:
-        answer = _answer(request)
-    except _Refused as error:
-        answer = _failure("refused", error)
-    except (BlockingIOError, OSError, RuntimeError, KeyError, ValueError) as error:
-        answer = _failure("damaged", error)
-    _respond(answer)
-
-
-def _respond(answer: Mapping[str, NDArray[Any]]) -> None:
-    out = io.BytesIO()
-    np.savez(out, **answer)  # type: ignore[arg-type]
-    sys.stdout.buffer.write(out.getvalue())
-
-
-def _failure(kind: str, error: BaseException) -> dict[str, NDArray[Any]]:
-    return {"document": np.frombuffer(json.dumps({kind: str(error)}).encode(), np.uint8)}
-
-
-if __name__ == "__main__":
-    main()
+        return h5py.File(PrefetchedFile(read, self._listed.size), "r")

@@ -1,6 +1,6 @@
 """Runs a server, and ends it on SIGTERM or when the owner process dies for any reason: `python -I -S _guard.py SPEC`.
 
-`zloader.testing.seaweed` runs this file as a script in its own session. After the server has ended, the script removes
+`zloader.testing.server` runs this file as a script in its own session. After the server has ended, the script removes
 the files and directories listed in SPEC.
 
 Why a separate process? PR_SET_PDEATHSIG alone follows the *thread* that forked, so a server started from a worker

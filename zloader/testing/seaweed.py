@@ -8,7 +8,6 @@ the benchmarks have a simulator instead.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import random
@@ -16,39 +15,22 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from zloader.common.errors import ZloaderError
-from zloader.testing import _guard
+from zloader.testing.server import Server, ServerStartError
 
 REGION = "us-east-1"
 
 _SERVICES = ("s3", "master", "volume", "filer", "admin")  # each listens on a port p, and on p + 10000 for gRPC
 _GRPC_OFFSET = 10_000
 _PORTS = range(10_240, 22_700)  # with the offset, still below 32768, where the ports of outgoing connections begin
-_START_ATTEMPTS = 5  # another program may take a port between the check and weed's start
-_POLL_S = 0.01
 _REQUEST_DEADLINE_S = 5.0
-_STOP_DEADLINE_S = 25.0  # longer than the guard waits for the server
-_LOG_TAIL = 2_000
-_NOT_INHERITED = ("AWS_", "S3_", "WEED_")  # weed reads credentials, buckets and settings from such variables
 
 
-class ServerStartError(ZloaderError, RuntimeError):
-    """SeaweedFS could not be started. The message contains the end of its log."""
-
-
-class _PortTakenError(ServerStartError):
-    pass
-
-
-class SeaweedFS:
+class SeaweedFS(Server):
     """An S3 server on loopback with one bucket, from `start` to `stop` (or `with`).
 
     The server ends with this process, even if the process is killed. Ctrl-C reaches only this process. The server
@@ -62,6 +44,10 @@ class SeaweedFS:
             zl.convert("cells.h5ad", s3.url("cells.zarr"), storage_options=s3.storage_options)
     """
 
+    program = "SeaweedFS"
+    log = "weed.log"
+    not_inherited = ("AWS_", "S3_", "WEED_")  # weed reads credentials, buckets and settings from such variables
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -72,15 +58,11 @@ class SeaweedFS:
         keep: bool = False,
         start_deadline_s: float = 30.0,
     ) -> None:
-        self.directory = Path(directory).absolute()
+        super().__init__(directory, start_deadline_s=start_deadline_s)
         self.bucket = bucket
         self.keep = keep
-        self.start_deadline_s = start_deadline_s
         self._keys = (access_key or secrets.token_hex(10), secret_key or secrets.token_hex(20))
         self._read_only_keys = (secrets.token_hex(10), secrets.token_hex(20))
-        self._port = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._leftovers: list[str] = []
 
     def __repr__(self) -> str:
         state = self.endpoint_url if self._process else "stopped"
@@ -103,56 +85,9 @@ class SeaweedFS:
         """The storage options of an identity that can only read and list."""
         return self._options(*self._read_only_keys)
 
-    @property
-    def pid(self) -> int | None:
-        """The id of the server's process group and of its guard process, or None if it is not running."""
-        return self._process.pid if self._process else None
-
     def url(self, name: str = "") -> str:
         """`s3://BUCKET/NAME`."""
         return f"s3://{self.bucket}/{name}"
-
-    def start(self) -> Self:
-        """Starts the server and returns once a signed write has succeeded."""
-        if self._process:
-            raise RuntimeError(f"{self!r} is already running")
-        weed = _find_weed()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + self.start_deadline_s
-        for attempt in range(_START_ATTEMPTS):
-            try:
-                self._launch(weed)
-                self._await_ready(deadline)
-                break
-            except BaseException as error:
-                self.stop()
-                if not isinstance(error, _PortTakenError) or attempt == _START_ATTEMPTS - 1:
-                    raise
-        return self
-
-    def stop(self) -> None:
-        """Stops the server. Does nothing if it is not running."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.terminate()
-        try:
-            process.wait(timeout=_STOP_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the process group that the guard leads
-            process.wait()
-        if process.returncode < 0:  # the guard was killed before it could remove them
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            _guard.remove(self._leftovers)
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     # ---- starting
 
@@ -163,7 +98,8 @@ class SeaweedFS:
             "client_kwargs": {"endpoint_url": self.endpoint_url, "region_name": REGION},
         }
 
-    def _launch(self, weed: str) -> None:
+    def _command(self) -> tuple[list[str], signal.Signals, list[str]]:
+        weed = _find_weed()
         storage, identities = self.directory / "data", self.directory / "s3.json"
         temporary = [] if self.keep else [identities] if storage.exists() else [identities, storage]
         storage.mkdir(exist_ok=True)
@@ -171,37 +107,16 @@ class SeaweedFS:
         identities.write_text(json.dumps(_identities(self._keys, self._read_only_keys)))
         ports = dict(zip(_SERVICES, _free_ports(len(_SERVICES)), strict=True))
         self._port = ports["s3"]
-        self._leftovers = [*map(str, temporary), *_sockets(ports)]
-        spec: _guard.Spec = {
-            "owner": os.getpid(),
-            "command": [weed, *_weed_arguments(storage, identities, ports)],
-            "end_signal": signal.SIGTERM if self.keep else signal.SIGKILL,
-            "leftovers": self._leftovers,
-        }
-        # In a thread of its own: handlers of signals run in the main thread, and an exception of theirs between the
-        # fork and the assignment would leave a server that `stop` knows nothing of.
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(self._start_guard, spec).result()
+        command = [weed, *_weed_arguments(storage, identities, ports)]
+        end_signal = signal.SIGTERM if self.keep else signal.SIGKILL
+        return command, end_signal, [*map(str, temporary), *_sockets(ports)]
 
-    def _start_guard(self, spec: _guard.Spec) -> None:
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _guard.__file__, json.dumps(spec)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.directory,
-                env={name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)},
-                start_new_session=True,  # the terminal's Ctrl-C reaches only this process
-            )
-
-    def _await_ready(self, deadline: float) -> None:
+    def _await_ready(self, pause: Callable[[str], None]) -> None:
         """Waits until the bucket exists and a signed write has succeeded."""
         import s3fs  # takes a quarter of a second, while the server starts
         from botocore.exceptions import BotoCoreError
 
-        while not self._answers():
-            self._pause(deadline, "it does not respond to requests")
+        super()._await_ready(pause)
         timeouts = {"connect_timeout": _REQUEST_DEADLINE_S, "read_timeout": _REQUEST_DEADLINE_S}
         filesystem = s3fs.S3FileSystem(
             **self.storage_options, config_kwargs={**timeouts, "retries": {"max_attempts": 0}}, skip_instance_cache=True
@@ -214,43 +129,11 @@ class SeaweedFS:
                     filesystem.pipe(f"{self.bucket}/.ready", b"")
                     filesystem.rm(f"{self.bucket}/.ready")
                 except (OSError, BotoCoreError) as error:
-                    self._pause(deadline, f"a signed write failed with {error!r}")
+                    pause(f"a signed write failed with {error!r}")
                 else:
                     return
         finally:
             filesystem.close_session(filesystem.loop, filesystem.s3)
-
-    def _answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=1)
-        try:
-            connection.request("GET", "/")
-            return connection.getresponse().status == http.HTTPStatus.FORBIDDEN  # unsigned
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
-
-    def _pause(self, deadline: float, state: str) -> None:
-        """Waits a moment. Raises ServerStartError if the server has ended or the deadline has passed."""
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(timeout=_POLL_S)
-            log = self._log.read_text(errors="replace")
-            taken = "Port allocation failed" in log or "address already in use" in log
-            raise (_PortTakenError if taken else ServerStartError)(
-                f"SeaweedFS ended with status {status} while starting in {self.directory}; "
-                f"its log ends with:\n{log[-_LOG_TAIL:]}"
-            )
-        if time.monotonic() > deadline:
-            raise ServerStartError(
-                f"SeaweedFS in {self.directory} was not ready within {self.start_deadline_s} s ({state}). Is the disk "
-                f"full or the machine busy? If not, raise start_deadline_s. "
-                f"Its log ends with:\n{self._log.read_text(errors='replace')[-_LOG_TAIL:]}"
-            )
-
-    @property
-    def _log(self) -> Path:
-        return self.directory / "weed.log"
 
 
 def _find_weed() -> str:

@@ -51,6 +51,13 @@ def is_text(found: Any) -> bool:
     return bool(pa.types.is_string(found) or pa.types.is_large_string(found))
 
 
+def is_dictionary(found: Any) -> bool:
+    """Whether this is a type of Arrow for values in a dictionary."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_dictionary(found))
+
+
 def is_list(found: Any) -> bool:
     """Whether this is a type of Arrow for lists."""
     import pyarrow as pa
@@ -101,13 +108,18 @@ def spilled(types: Mapping[str, Any], tables: Iterable[Any]) -> Any:
     return pq.ParquetFile(file, read_dictionary=[name for name, found in types.items() if is_text(found)])
 
 
-def named_genes(frame: pd.DataFrame, at: str) -> pd.DataFrame:
-    """A table of genes as var: its index is the first column that names each gene differently. Raises SourceError."""
+def gene_names(frame: pd.DataFrame, at: str) -> list[str]:
+    """The columns that name each gene of a table differently, the usual ones first. Raises SourceError if none does."""
     text = [name for name in frame if pd.api.types.infer_dtype(frame[name], skipna=False) == "string"]
     unique = [name for name in dict.fromkeys([*_GENE_NAMES, *text]) if name in text and frame[name].is_unique]
     if not unique:
         raise SourceError(f"{at} has no column of text that names each gene uniquely. It has {listed(frame)}")
-    return frame.set_index(unique[0])
+    return unique
+
+
+def named_genes(frame: pd.DataFrame, at: str) -> pd.DataFrame:
+    """A table of genes as var: its index is the first of `gene_names`. Raises SourceError."""
+    return frame.set_index(gene_names(frame, at)[0])
 
 
 def digest_of(*parts: Any) -> str:

@@ -1,8 +1,8 @@
 """Rows of Parquet files whose genes and values are in two columns of lists.
 
 Files are read in order, and each row group is decoded once per pass, in batches that take about 16 MiB. The lists of
-Arrow are the arrays of a CSR matrix already. Only the ids of genes become positions, with one look-up per value. The
-other columns are copied to a temporary file first, by the row group, because obs is read one column at a time.
+Arrow are the arrays of a CSR matrix already. Only the genes become positions, with one look-up per value. The other
+columns are copied to a temporary file first, by the row group, because obs is read one column at a time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from zloader.common.errors import SourceError
 from zloader.common.messages import warn_user
 from zloader.common.options import MiB
 from zloader.common.records import Rows
-from zloader.conversion.sources.arrow import ArrowObs, is_text, spilled
+from zloader.conversion.sources.arrow import ArrowObs, is_dictionary, is_text, spilled
+from zloader.conversion.sources.gene_lookup import GeneLookup
 from zloader.conversion.sources.locations import BlockCache
 from zloader.conversion.sources.nodes import reading
 from zloader.conversion.sources.parquet_file import NEEDS, ListFile, opened
@@ -30,20 +30,17 @@ _VALUE_BYTES = 64  # of a value while Arrow decodes it, measured
 
 
 class ListRows:
-    """The rows of files, as a BlockSource. `columns` are those of the genes, the values and the names of cells.
-
-    `positions` are those of the genes in `var`, by id, and -1 for an id that no gene has.
-    """
+    """The rows of files, as a BlockSource. `columns` are those of the genes, the values and the names of cells."""
 
     def __init__(
         self,
         files: Sequence[ListFile],
         columns: tuple[str, str, str | None],
         var: pd.DataFrame,
-        positions: NDArray[np.int32],
+        genes: GeneLookup,
     ) -> None:
         self._files, self._lists, self.var = files, columns[:2], var
-        self._positions = np.append(positions, np.int32(-1))
+        self._genes = genes
         for file in files:
             file.require_columns_of(files[0])
         self.n_obs = sum(file.n_rows for file in files)
@@ -88,17 +85,16 @@ class ListRows:
         group = int(np.searchsorted(ends, skipped, side="right"))
         row = int(ends[group - 1]) if group else 0
         rows = max(1, MOST_BYTES * file.n_rows // max(1, _VALUE_BYTES * file.n_values))
-        with opened(file.place, BlockCache()) as source:
-            batches = source.iter_batches(rows, row_groups=range(group, len(ends)), columns=list(self._lists))
-            while True:
-                with reading(f"{file.place.name}: row {row} and those after it", needs=NEEDS):
-                    batch = next(batches, None)
-                if batch is None:
-                    break
-                left_out = min(max(0, skipped - row), len(batch))
-                if left_out < len(batch):
-                    yield self._counts(batch.slice(left_out), file.place.name, row + left_out)
-                row += len(batch)
+        batches = file.batches(self._lists, rows, group)
+        while True:
+            with reading(f"{file.place.name}: row {row} and those after it", needs=NEEDS):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            left_out = min(max(0, skipped - row), len(batch))
+            if left_out < len(batch):
+                yield self._counts(batch.slice(left_out), file.place.name, row + left_out)
+            row += len(batch)
 
     def _counts(self, batch: Any, file: str, row: int) -> Any:
         """The counts of some rows as CSR. Raises SourceError that names the row of the file."""
@@ -116,41 +112,34 @@ class ListRows:
             if each_value.null_count:
                 at = _row_of(_first_null(each_value), indptr)
                 raise SourceError(f"{file}: row {row + at} has a missing value in {name}")
-        indptr, genes, values = self._without_markers(indptr, flat[0].to_numpy(), flat[1].to_numpy(), file)
-        positions = self._positions_of(genes)
-        if len(genes) and positions.min() < 0:
-            at = int(np.argmin(positions))
-            raise SourceError(
-                f"{file}: row {row + _row_of(at, indptr)} has gene {genes[at]}, which is not in the gene metadata: are "
-                "they of the same dataset?"
-            )
-        if len(genes) and values.min() < 0:
-            at = int(np.argmax(values < 0))
-            raise SourceError(
-                f"{file}: row {row + _row_of(at, indptr)} has the value {values[at]} for gene {genes[at]}, but counts "
-                "are not negative"
-            )
+        indptr, kept = self._without_markers(indptr, flat, file)
+        positions, values = self._genes.positions(flat[0])[kept], flat[1].to_numpy()[kept]
+        for wrong, said in (
+            (positions < 0, "has gene {gene}, which is not in the gene metadata: are they of the same dataset?"),
+            (values < 0, "has the value {value} for gene {gene}, but counts are not negative"),
+        ):
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                gene = flat[0][int(np.arange(len(flat[0]))[kept][at])].as_py()
+                why = said.format(gene=gene, value=values[at])
+                raise SourceError(f"{file}: row {row + _row_of(at, indptr)} {why}")
         return csr_of(values, positions, indptr, len(self.var))
 
-    def _positions_of(self, genes: NDArray[Any]) -> NDArray[np.int32]:
-        if len(genes) and (genes.min() < 0 or genes.max() >= len(self._positions)):
-            genes = np.where((genes >= 0) & (genes < len(self._positions)), genes, -1)
-        positions: NDArray[np.int32] = self._positions[genes]
-        return positions
-
-    def _without_markers(
-        self, indptr: Rows, genes: NDArray[Any], values: NDArray[Any], file: str
-    ) -> tuple[Rows, NDArray[Any], NDArray[Any]]:
+    def _without_markers(self, indptr: Rows, flat: Sequence[Any], file: str) -> tuple[Rows, Any]:
+        """indptr without the markers that begin rows, and which values remain."""
+        if is_dictionary(flat[0].type):  # names
+            return indptr, slice(None)
+        genes, values = (each.to_numpy() for each in flat)
         starts = indptr[:-1][np.diff(indptr) > 0]
         marked = starts[(genes[starts] == _MARKER[0]) & (values[starts] == _MARKER[1])]
         if not len(marked):
-            return indptr, genes, values
+            return indptr, slice(None)
         if not self._said:
             self._said = True
             warn_user(f"{file}: the marker that begins a row (gene 1, value -2) is left out")
         kept = np.ones(len(genes), bool)
         kept[marked] = False
-        return indptr - np.searchsorted(marked, indptr), genes[kept], values[kept]
+        return indptr - np.searchsorted(marked, indptr), kept
 
 
 def _first_null(column: Any) -> int:

@@ -5,7 +5,7 @@ Formats that zloader knows are read through the same port, in blocks of rows, se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import anndata as ad
@@ -83,24 +83,31 @@ class ObsTable(Protocol):
         """A column."""
 
 
-class BlockSource(Protocol):
-    """What RowInput reads: cells in blocks of rows, in order, each block once per pass.
+class Blocks(Protocol):
+    """A matrix in blocks of rows, in order, each block once per pass.
 
-    `n_values` is at least the number of stored values, or None. `fingerprint` changes when the cells change, or what is
-    read of them.
+    `n_values` is at least the number of stored values, or None.
+    """
+
+    n_values: int | None
+
+    def blocks(self, first_row: int) -> Iterator[Any]:
+        """The rows from `first_row` on, as CSR matrices of consecutive rows in one dtype."""
+
+
+class BlockSource(Blocks, Protocol):
+    """What RowInput reads: cells whose X is in blocks of rows.
+
+    `fingerprint` changes when the cells change, or what is read of them.
     """
 
     n_obs: int
     var: pd.DataFrame
-    n_values: int | None
     fingerprint: str | None
 
     @property
     def obs(self) -> ObsTable:
         """obs."""
-
-    def blocks(self, first_row: int) -> Iterator[Any]:
-        """The rows from `first_row` on, as CSR matrices of consecutive rows in one dtype."""
 
     def close(self) -> None:
         """Closes files."""
@@ -140,13 +147,24 @@ class _RowBlocks:
 
 
 class RowInput(Input):
-    """A source that is read in blocks of rows. Its var is in memory."""
+    """A source that is read in blocks of rows, with `layers` of the same cells and genes. Its var is in memory."""
 
     has_raw = False
 
-    def __init__(self, source: BlockSource, name: str, label: str, *, objects: Objects | None = None) -> None:
+    def __init__(
+        self,
+        source: BlockSource,
+        name: str,
+        label: str,
+        *,
+        objects: Objects | None = None,
+        layers: Mapping[str, Blocks] | None = None,
+    ) -> None:
         super().__init__(name, label, objects or [])
-        self._source, self._block = source, None
+        self._source = source
+        self._matrices: dict[str, Blocks] = {f"layers/{layer}": found for layer, found in (layers or {}).items()}
+        self._matrices["X"] = source
+        self._first_blocks: dict[str, Any] = {}
         obs = source.obs
         self._obs = ad.AnnData(obs=obs).obs if isinstance(obs, pd.DataFrame) else obs  # names as anndata has them
         self._var = ad.AnnData(var=source.var).var
@@ -180,52 +198,49 @@ class RowInput(Input):
         return self._var
 
     def keys(self, part: str) -> list[str]:
-        return []
+        return sorted(path.partition("/")[2] for path in self._matrices if path.startswith(f"{part}/"))
 
     def __contains__(self, path: str) -> bool:
-        return path == "X"
+        return path in self._matrices
 
     def node(self, path: str) -> Node:
         part, _, name = path.partition("/")
         if part != "obs" or name not in self.obs_columns:
-            raise self._missing(path, ["X", "obs", "var"])
+            raise self._missing(path, [*self._matrices, "obs", "var"])
         return Node(self.obs_column(name), self.name, path)
 
     def element(self, path: str) -> Any:
         return self.node(path).native
 
-    def _first(self) -> Any:
-        """The first block, which has the dtypes of all."""
-        if self._block is None:
+    def _first(self, path: str) -> Any:
+        """No rows, in the dtypes of all blocks of a matrix."""
+        if path not in self._first_blocks:
             with reading(self.name, needs=_NEEDS):
-                first = next(self._source.blocks(0), None) if self.n_rows else None
-            self._block = scipy.sparse.csr_matrix((0, self.n_genes), dtype=np.float32) if first is None else first[:0]
-        return self._block
+                first = next(self._matrices[path].blocks(0), None) if self.n_rows else None
+            empty = scipy.sparse.csr_matrix((0, self.n_genes), dtype=np.float32)
+            self._first_blocks[path] = empty if first is None else first[:0]
+        return self._first_blocks[path]
 
     def matrix(self, path: str, name: str, *, shape: tuple[int, int], window_bytes: int) -> SourceMatrix:
-        if path != "X":
-            raise self._missing(path, ["X", "obs", "var"])
-        return _RowMatrix(self._source, self.name, name, self._first(), window_bytes=window_bytes)
+        if path not in self._matrices:
+            raise self._missing(path, [*self._matrices, "obs", "var"])
+        at = f"{self.name}: {'rows' if path == 'X' else path}"
+        like, own_shape = self._first(path), (self.n_rows, self.n_genes)
+        return _RowMatrix(self._matrices[path], at, name, like, shape=own_shape, window_bytes=window_bytes)
 
 
 class _RowMatrix(SourceMatrix):
-    """The counts of a BlockSource."""
+    """A matrix in blocks. `like` has their dtypes."""
 
     encoding = "csr"
     indptr_dtype = np.dtype(np.int64)
 
     def __init__(
-        self,
-        source: BlockSource,
-        source_name: str,
-        name: str,
-        first: Any,
-        *,
-        window_bytes: int,
+        self, blocks: Blocks, at: str, name: str, like: Any, *, shape: tuple[int, int], window_bytes: int
     ) -> None:
-        super().__init__(name, n_rows=source.n_obs, n_genes=len(source.var))
-        self._source, self._at, self.n_stored = source, f"{source_name}: rows", source.n_values
-        self.dtype, self.genes_dtype = first.dtype, first.indices.dtype
+        super().__init__(name, n_rows=shape[0], n_genes=shape[1])
+        self._source, self._at, self.n_stored = blocks, at, blocks.n_values
+        self.dtype, self.genes_dtype = like.dtype, like.indices.dtype
         self._most = max(1, min(window_bytes, MOST_BYTES) // (self.dtype.itemsize + self.genes_dtype.itemsize))
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:

@@ -1,24 +1,27 @@
-"""`zl.Soma`: a TileDB-SOMA experiment, or the cells of it that a filter selects. `soma_rows` reads the rows."""
+"""`zl.Soma`: a TileDB-SOMA experiment, or the cells of it that a filter selects. `soma_rows` has the rows."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zloader.common.child import Child
 from zloader.common.errors import SourceError
 from zloader.common.messages import listed
 from zloader.common.options import MiB
 from zloader.conversion.sources.anndata_input import Input
 from zloader.conversion.sources.arrow import digest_of
 from zloader.conversion.sources.locations import Objects, source_locations
-from zloader.conversion.sources.nodes import reading
 from zloader.conversion.sources.row_source import RowInput
-from zloader.conversion.sources.soma_rows import NEEDS, SomaRows
-from zloader.conversion.sources.source_format import Place, SourceFormat, library, s3_access
+from zloader.conversion.sources.soma_rows import SomaRows, names_in
+from zloader.conversion.sources.source_format import Place, SourceFormat, require_library, s3_access
 
+_READER = "zloader.conversion.sources.soma_reader:SomaReader"
+_ATTEMPTS = 5  # tiledbsoma crashes now and then, mostly while it filters, not at every attempt
 _BUFFER_BYTES = 16 * MiB  # per column; the library takes 1 GiB
 _TILES_BYTES = 256 * MiB  # of decompressed tiles; the library takes 10 GiB
 
@@ -53,20 +56,18 @@ class Soma(SourceFormat):
     def open(self, storage_options: Mapping[str, Any]) -> Input:
         url = os.fspath(self.url).removeprefix("soma://")
         name, label, uri, objects = _located(url, storage_options)
-        soma = library("tiledbsoma", source=name, extra="soma")
+        require_library("tiledbsoma", source=name, extra="soma")
+        now_ms = time.time_ns() // 1_000_000
+        reader = Child(_READER, uri, _config(storage_options), now_ms, attempts=_ATTEMPTS)
         with contextlib.ExitStack() as opened:
-            with reading(name, "cannot be opened as a SOMA experiment", needs=NEEDS):
-                context = soma.SOMATileDBContext(tiledb_config=_config(storage_options))
-                experiment = opened.enter_context(soma.Experiment.open(uri, context=context))
-                measurements = experiment.ms
-            measurement = _one(measurements, self.measurement, "measurement", f"{name}: ms")
-            with reading(f"{name}: ms/{measurement}", needs=NEEDS):
-                arrays = experiment.ms[measurement].X
-            layer = _one(arrays, self.layer, "layer", f"{name}: ms/{measurement}/X")
-            with reading(name, needs=NEEDS):
-                source = SomaRows(experiment, name, self.where, (measurement, layer))
-            source.fingerprint = digest_of(objects, self.where, measurement, layer) if objects else None
-            source.close = opened.pop_all().close  # type: ignore[method-assign]
+            opened.callback(reader.close)
+            names_in(reader, (), name, "cannot be opened as a SOMA experiment")
+            measurement = _one(names_in(reader, ("ms",), name), self.measurement, "measurement", f"{name}: ms")
+            within = ("ms", measurement, "X")
+            layer = _one(names_in(reader, within, name), self.layer, "layer", f"{name}: ms/{measurement}/X")
+            source = SomaRows(reader, name, self.where, (*within, layer))
+            opened.pop_all()
+        source.fingerprint = digest_of(objects, self.where, measurement, layer) if objects else None
         return RowInput(source, name, label, objects=objects)
 
 
@@ -79,16 +80,15 @@ def _located(url: str, storage_options: Mapping[str, Any]) -> tuple[str, str, st
     return place.name, place.label, place.path if place.is_local else place.url, place.objects()
 
 
-def _one(collection: Any, wanted: str | None, option: str, at: str) -> str:
-    """The name of a member of a collection: the one that is wanted, or the only one. Raises SourceError."""
-    with reading(at, needs=NEEDS):
-        names = sorted(map(str, collection))
+def _one(names: list[str], wanted: str | None, option: str, at: str) -> str:
+    """The name that is wanted, or the only one. Raises SourceError."""
     if wanted is None and len(names) == 1:
         return names[0]
     if wanted is None or wanted not in names:
         said = f"has no {wanted!r}" if wanted is not None else f"has {len(names)} members"
         flag = {"measurement": "--measurement", "layer": "--soma-layer"}[option]
-        raise SourceError(f"{at} {said}: choose one of {listed(names)} with zl.Soma(..., {option}=...) ({flag} NAME)")
+        chosen = f"choose one of {listed(sorted(names))} with zl.Soma(..., {option}=...) ({flag} NAME)"
+        raise SourceError(f"{at} {said}: {chosen}")
     return wanted
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
+import importlib.util
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -53,8 +53,17 @@ def library(module: str, *, source: str, extra: str) -> Any:
         try:
             return importlib.import_module(module)
         except ImportError as error:
-            name = module.partition(".")[0]
-            raise SourceError(f'{source} is read by {name}: pip install "zloader[{extra}]" ({error})') from error
+            raise _not_installed(module, source, extra, f" ({error})") from error
+
+
+def require_library(module: str, *, source: str, extra: str) -> None:
+    """Like `library`, without importing it."""
+    if importlib.util.find_spec(module) is None:
+        raise _not_installed(module, source, extra)
+
+
+def _not_installed(module: str, source: str, extra: str, reason: str = "") -> SourceError:
+    return SourceError(f'{source} is read by {module.partition(".")[0]}: pip install "zloader[{extra}]"{reason}')
 
 
 def s3_access(storage_options: Mapping[str, Any]) -> dict[str, str]:
