@@ -179,6 +179,13 @@ def test_a_hostile_machine(refused: str, store: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_few_files_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, remedy in ((500, "ulimit -n 500"), (100, "ask for a higher hard limit"), (-1, "ulimit -n 1024")):
+        monkeypatch.setattr(machine_state.resource, "getrlimit", lambda _, most=most: (100, most))
+        found = next(each for each in machine_state.about_files() if each.name == "open files")
+        assert found.advice.endswith(remedy)
+
+
 def test_a_check_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_PASSWORD", "hunter2hunter2")
 

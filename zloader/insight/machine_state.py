@@ -65,12 +65,14 @@ def about_files() -> Iterator[Finding]:
     """Open files, shared memory for DataLoader workers, and the directory of temporary files."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 0 <= files < _LEAST_FILES
+    raisable = most > files or most == resource.RLIM_INFINITY
+    remedy = f"ulimit -n {_LEAST_FILES if most < 0 else most}" if raisable else "ask for a higher hard limit"
     yield Finding(
         part="machine",
         name="open files",
         value=f"{files:,}, at most {most:,}",
         state="advice" if few else "good",
-        advice=f"mirrors of large stores need more: ulimit -n {most if most > 0 else 4096}" * few,
+        advice=f"mirrors of large stores need more: {remedy}" * few,
     )
     if _SHARED.is_dir():
         yield _about_space("shared memory", _SHARED, _LEAST_SHARED_BYTES, "start the container with --shm-size=8g")
@@ -108,4 +110,4 @@ def about_compiled() -> Iterator[Finding]:
 
 def _existing(path: Path) -> Path:
     """The path itself, or the nearest directory above it that exists."""
-    return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
+    return next((each for each in (path, *path.parents) if os.path.exists(each)), Path("/"))  # noqa: PTH110 - not an error
