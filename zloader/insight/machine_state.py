@@ -98,7 +98,7 @@ def about_compiled() -> Iterator[Finding]:
     beside, chosen = Path(__file__).parent, os.environ.get("NUMBA_CACHE_DIR")
     own = Path(chosen) if chosen else beside / "__pycache__"
     candidates = [own] if chosen else [own, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"]
-    kept = next((each for each in candidates if os.access(_existing(each), os.W_OK)), None)
+    kept = next((each for each in candidates if _can_be_written(each)), None)
     yield Finding(
         part="machine",
         name="compiled loops",
@@ -108,6 +108,11 @@ def about_compiled() -> Iterator[Finding]:
     )
 
 
-def _existing(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that exists."""
-    return next((each for each in (path, *path.parents) if os.path.exists(each)), Path("/"))  # noqa: PTH110 - not an error
+def _can_be_written(path: Path) -> bool:
+    """Whether files can be made in a directory, or in the nearest one above it that exists."""
+    nearest = next((each for each in (path, *path.parents) if os.path.exists(each)), Path("/"))  # noqa: PTH110
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            return True
+    except OSError:
+        return False
