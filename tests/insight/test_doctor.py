@@ -125,7 +125,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name", ["a crash", *(pytest.param(name, marks=pytest.mark.slow) for name in BROKEN if name != "a crash")]
+)
 def test_libraries_that_cannot_be_imported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, value = BROKEN[name]
     (tmp_path / "isal.py").write_text(code)
@@ -167,7 +169,7 @@ app(["doctor", *sys.argv[1:]])
 """
 
 
-@pytest.mark.parametrize("refused", ["", "run getrlimit"])
+@pytest.mark.parametrize("refused", [pytest.param("", marks=pytest.mark.slow), "run getrlimit"])
 def test_a_hostile_machine(refused: str, store: str, tmp_path: Path) -> None:
     environment = {"HOME": "/none", "PATH": "", "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": "/none"}
     command = [sys.executable, "-c", _HOSTILE, refused, store, "--cache", str(tmp_path), "--json"]
