@@ -69,7 +69,8 @@ class _InTurn(contextlib.ContextDecorator):
 
 
 _LONG_FILES = {
-    *("test_pretrain.py", "test_stream.py", "test_docs.py", "test_notebooks.py", "test_scvi.py", "test_scvi_mudata.py")
+    *("test_pretrain.py", "test_stream.py", "test_docs.py", "test_notebooks.py", "test_scvi.py", "test_scvi_mudata.py"),
+    "test_wheel.py",
 }
 
 
