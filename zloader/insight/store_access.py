@@ -51,17 +51,15 @@ def _about_reading(url: str, storage_options: Mapping[str, Any], *, is_local: bo
     from zloader.dataset.open_dataset import open_dataset
     from zloader.insight.link import disk_bytes_per_s, link_bytes_per_s
 
-    link = functools.partial(link_bytes_per_s, options=FetchOptions(), enough_s=_MEASURED_S)
+    measure = disk_bytes_per_s if is_local else functools.partial(link_bytes_per_s, options=FetchOptions())
     began_s = time.perf_counter()
     try:
         dataset = _within(_OPEN_S, lambda: open_dataset(url, storage_options=storage_options))
         opened_s = time.perf_counter() - began_s
         content = f"{dataset.n_obs:,} rows x {dataset.n_vars:,} genes, opened in {opened_s:.1f} s"
         yield Finding(part="store", name="content", value=content)
-        x = next(iter(dataset.matrices.names), "")
-        speed = (
-            _within(_READ_S, lambda: disk_bytes_per_s(dataset, x=x) if is_local else link(dataset, x=x)) if x else None
-        )
+        names = dataset.matrices.names
+        speed = _within(_READ_S, lambda: measure(dataset, x=names[0], enough_s=_MEASURED_S)) if names else None
     except Exception as error:  # noqa: BLE001 - whatever a client raises, the store cannot be read
         yield _broken("reading", "failed", str(error) or type(error).__name__)
         return
@@ -70,11 +68,7 @@ def _about_reading(url: str, storage_options: Mapping[str, Any], *, is_local: bo
 
 def _about_speed(speed: float | None, *, is_local: bool) -> Finding:
     if speed is None:
-        why = (
-            "not measured: too little to read, or it stays in memory"
-            if is_local
-            else "not measured: too little to read"
-        )
+        why = f"not measured: too little to read{', or it stays in memory' * is_local}"
         return Finding(part="store", name="speed", value=why, state="good" if is_local else "unknown")
     slow = speed < _SLOW_BYTES_PER_S and not is_local
     return Finding(
