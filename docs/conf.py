@@ -25,7 +25,7 @@ release = zloader.__version__
 root_doc = "docs/index"
 include_patterns = [
     "docs/*.md", "docs/**/*.md", "notebooks/*.ipynb", "benchmarks/*.md", "zloader/data/README.md",
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md", "SECURITY.md", "CODE_OF_CONDUCT.md",
 ]  # fmt: skip
 exclude_patterns = [".*", "build", "dist", "tests", "**/__pycache__"]
 

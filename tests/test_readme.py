@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 RUN_HERE = [page for page in DOCS if page.stem not in ("ray", "scvi")]  # tests of their own run those
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 
 
 def name_of(page: Path) -> str:

@@ -30,6 +30,7 @@ if sys.platform == "win32":
     )
 
 from zloader.common.errors import ZloaderError
+from zloader.common.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from zloader import tokenizers as tokenizers
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from zloader.training.normalization import log1p_normalize
     from zloader.training.packed import PackedRows
 
-__version__ = "0.1.0"
 
 __all__ = [
     "AppendReport",

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from benchmarks.harness import measuring
-from zloader.testing.azurite import ACCOUNT, KEY, Azurite
+from benchmarks.harness.azurite import ACCOUNT, KEY, Azurite
 
 _BLOB_BYTES = 64 << 20
 _AT_ONCE = 64

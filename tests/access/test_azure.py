@@ -17,6 +17,7 @@ import pytest
 from helpers import PATIENCE_S, counts, digest, write_store
 
 import zloader as zl
+from benchmarks.harness.azurite import ACCOUNT, KEY, Azurite, find_azurite
 from zloader.access import azure
 from zloader.access.location import Location
 from zloader.common.errors import (
@@ -28,7 +29,6 @@ from zloader.common.errors import (
     StoreNotFoundError,
     ZloaderError,
 )
-from zloader.testing.azurite import ACCOUNT, KEY, Azurite, find_azurite
 
 pytest.importorskip("adlfs")
 pytest.importorskip("obstore")

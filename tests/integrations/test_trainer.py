@@ -118,13 +118,11 @@ def test_tokens_train_a_masked_language_model(page: Any, tmp_path: Path) -> None
     tokenizer = zl.tokenizers.Geneformer(
         vocabulary, dict.fromkeys(names, 1.0), version="v2", masked=zl.tokenizers.Masked(0.15)
     )
-
-    def inputs(minibatch: zl.Minibatch) -> dict[str, Any]:
-        return {name: getattr(minibatch.tokens, name) for name in ("input_ids", "attention_mask", "labels")}
-
-    loader = zl.Loader(page.train, batch_size=16, tokens=tokenizer, x=None, batch_transform=inputs)
+    options: dict[str, Any] = {"batch_size": 16, "tokens": tokenizer, "x": None}
+    loader = zl.Loader(page.train, **options, batch_transform=lambda minibatch: dict(minibatch.tokens))
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForMaskedLM(BertConfig(vocab_size=len(vocabulary), **sizes))
+    assert float(model(**next(iter(zl.Loader(page.train, **options))).tokens).loss) > 0
     done = page.LoaderTrainer(model, arguments(tmp_path, max_steps=2), train_dataset=loader).train()
     assert 0 < done.training_loss < 10
 

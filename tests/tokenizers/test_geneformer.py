@@ -115,6 +115,7 @@ def test_values_that_are_no_counts_name_their_row(wrong):
 def test_padding_is_as_asked():
     tokens = tokens_of([row(g0=1), row()], max_length=6, pad_to=8, dtype="int32", pad=7, cls="<cls>", eos=None)
     assert tokens.input_ids.dtype == np.int32
+    assert tokens_of([row(g0=1)], dtype=np.int32).input_ids.dtype == np.int32
     assert tokens.input_ids.tolist() == [[2, 10, 7, 7, 7, 7, 7, 7], [2, 7, 7, 7, 7, 7, 7, 7]]
     assert tokens.lengths.tolist() == [2, 1]
     assert tokens_of([row(), row()], **V1).input_ids.shape == (2, 0)

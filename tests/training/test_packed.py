@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -173,6 +174,29 @@ def test_conversions(dtype):
     assert rows.csr(dtype).dtype == dtype
     assert_same(rows.csr(dtype).to_dense(), dense.to(dtype))
     assert rows.csr(dtype).col_indices().dtype == torch.int32
+
+
+NAMED = [("bfloat16", torch.bfloat16), ("torch.float16", torch.float16), (np.float32, torch.float32)]
+NAMED += [(np.dtype("int64"), torch.int64), (float, torch.float64), (ml_dtypes.bfloat16, torch.bfloat16)]
+NAMED += [("uint16", torch.uint16), (torch.int16, torch.int16)]
+
+
+@pytest.mark.parametrize(("given", "dtype"), NAMED, ids=str)
+def test_dtypes_have_every_spelling(given, dtype):
+    assert_same(ROWS.dense(given), DENSE.to(dtype))
+    assert (
+        ROWS.csr(given).dtype
+        == ROWS.padded(2, given).values.dtype
+        == ROWS[:0].padded(dtype=given).values.dtype
+        == dtype
+    )
+
+
+@pytest.mark.parametrize("given", ["half", "complex64", torch.complex64, bool, None, 3, "tensor", object])
+def test_other_dtypes_are_refused(given):
+    for convert in (ROWS.dense, ROWS.csr, lambda dtype: ROWS.padded(2, dtype)):
+        with pytest.raises(OptionError, match="dtype must be one of 'float16', 'bfloat16', 'float32'"):
+            convert(given)
 
 
 def test_repeated_genes_are_summed_without_rounding_between():

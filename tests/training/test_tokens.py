@@ -25,6 +25,7 @@ N_ROWS, N_GENES = 150, 60
 IDS = [f"ENSG{number:05}" for number in range(N_GENES)]
 TOKENS = SPECIAL | {name: 4 + number for number, name in enumerate(IDS[5:])}
 MEDIANS = {name: 0.5 + number % 7 for number, name in enumerate(IDS)}
+NAMES = ("input_ids", "attention_mask", "labels")
 SIZES: dict[str, Any] = {"batch_size": 16, "fetch_factor": 2, "sampling": zl.BlockShuffling(4)}
 
 
@@ -151,6 +152,30 @@ def test_tokens_of_another_matrix_and_of_chosen_genes(dataset):
     for x in (None, "X"):
         for minibatch in zl.Loader(dataset, x=x, tokens=geneformer(), genes=chosen, **SIZES):
             check_geneformer(minibatch, X[:, chosen], [IDS[gene] for gene in chosen])
+
+
+def test_tokens_are_the_keywords_of_a_model(dataset):
+    def model(input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: Any = None) -> list[Any]:
+        return [input_ids, attention_mask, labels]
+
+    for masked, names in ((None, ["input_ids", "attention_mask"]), (zl.tokenizers.Masked(0.3), [*NAMES])):
+        tokens = next(iter(zl.Loader(dataset, tokens=geneformer(masked=masked), x=None, **SIZES))).tokens
+        given = model(**tokens)
+        assert [*tokens] == [*dict(tokens)] == names
+        assert all(tensor is getattr(tokens, name) for tensor, name in zip(given, NAMES, strict=True))
+        assert "values" not in tokens
+        for name in ("values", "lengths", "labls", 0):
+            with pytest.raises(MissingColumnError, match=f"have no {name!r}, only"):
+                tokens[name]
+        sent = pickle.loads(pickle.dumps(tokens)).to("cpu")
+        assert [*sent] == names
+        assert sent.lengths.tolist() == tokens.lengths.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, "torch.int32", np.int32])
+def test_ids_have_any_spelling_of_their_dtype(dataset, dtype):
+    loader = zl.Loader(dataset, tokens=scgpt(dtype=dtype), x=None, **SIZES)
+    assert next(iter(loader)).tokens.input_ids.dtype == torch.int32
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64"])

@@ -7,6 +7,7 @@ DefaultAzureCredential of azure-identity, and obstore receives the result. So th
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -117,6 +118,20 @@ def azure_errors() -> tuple[type[Exception], ...]:
         from azure.core.exceptions import AzureError
         from obstore.exceptions import BaseError
     return AzureError, BaseError
+
+
+def credentials_found(location: Address) -> str:
+    """The kind of credentials that adlfs has resolved, and the account. Raises OptionError for unusable options."""
+    files = location.filesystem()
+    kinds = {
+        "connection_string": files.connection_string,
+        "account_key": files.account_key,
+        "sas_token": files.sas_token,
+        "identity of DefaultAzureCredential or client_id": files.sync_credential,
+    }
+    kind = next((name for name, value in kinds.items() if value), "anonymous")
+    variables = sorted(name for name in os.environ if name.startswith("AZURE_STORAGE_"))
+    return ", ".join([kind, *([f"account {files.account_name}"] if files.account_name else []), *variables])
 
 
 def is_denial(error: BaseException) -> bool:

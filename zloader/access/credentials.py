@@ -35,7 +35,8 @@ class S3Access:
     """How both clients reach S3. The secrets in it never appear in its repr.
 
     `options` are passed to s3fs. `region` is None if none is configured. `secrets` holds the key, secret and session
-    token for signing; it is empty if TensorStore's credentials `provider` finds them itself.
+    token for signing; it is empty if TensorStore's credentials `provider` finds them itself. `found` says where they
+    are: `storage_options`, `anonymous`, or botocore's name, such as `env` or `iam-role`.
     """
 
     options: dict[str, Any] = field(repr=False)
@@ -43,6 +44,7 @@ class S3Access:
     region: str | None
     provider: str
     profile: str | None
+    found: str
     secrets: dict[str, str] = field(repr=False)
 
 
@@ -61,7 +63,7 @@ def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
             options["endpoint_url"] = endpoint
             # A self-hosted server may have no regions, but every signature includes one.
             client.setdefault("region_name", _configured_region(session) or "us-east-1")
-        provider, secrets = _credentials(session, options)
+        provider, secrets, found = _credentials(session, options)
     except BotoCoreError as error:
         raise AccessDeniedError(
             f"cannot load credentials for S3 ({error}): check storage_options, the AWS_* variables and ~/.aws"
@@ -73,8 +75,17 @@ def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
         region=client.get("region_name"),
         provider=provider,
         profile=options.get("profile"),
+        found=found,
         secrets=secrets,
     )
+
+
+def credentials_found(storage_options: Mapping[str, Any]) -> str:
+    """Where the credentials for S3 are, with profile, endpoint and region. Holds no secret. Raises as `s3_access`."""
+    access = s3_access(storage_options)
+    endpoint = access.endpoint and access.endpoint.rpartition("@")[2]
+    names = {"profile": access.profile or os.environ.get("AWS_PROFILE"), "endpoint": endpoint, "region": access.region}
+    return ", ".join([access.found, *(f"{name} {value}" for name, value in names.items() if value)])
 
 
 def _normalized(storage_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,17 +121,19 @@ def _configured_region(session: Any) -> str | None:
     return region
 
 
-def _credentials(session: Any, options: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """TensorStore's credentials provider, and the secrets for it. Adds secrets that do not expire to s3fs's `options`.
+def _credentials(session: Any, options: dict[str, Any]) -> tuple[str, dict[str, str], str]:
+    """TensorStore's credentials provider, the secrets for it, and where they were found.
+
+    Adds secrets that do not expire to s3fs's `options`.
 
     fsspec reuses one client for equal options for the life of the process. Credentials corrected in a running process
     take effect only because they change the options.
     """
     if options.get("anon"):
-        return "anonymous", {}
+        return "anonymous", {}, "anonymous"
     names = ("key", "secret", "token")
     if options.get("key"):
-        return "profile", {name: options[name] for name in names if name in options}
+        return "profile", {name: options[name] for name in names if name in options}, "storage_options"
     found = session.get_credentials()
     if found is None:
         raise AccessDeniedError(
@@ -128,9 +141,9 @@ def _credentials(session: Any, options: dict[str, Any]) -> tuple[str, dict[str, 
             "or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         )
     if found.method in _RENEWED:
-        return _RENEWED[found.method], {}
+        return _RENEWED[found.method], {}, found.method
     secrets = dict(zip(names, found.get_frozen_credentials()[:3], strict=True))
     secrets = {name: value for name, value in secrets.items() if value}
     if not isinstance(found, RefreshableCredentials):
         options |= secrets
-    return "profile", secrets
+    return "profile", secrets, str(found.method)

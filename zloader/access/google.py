@@ -11,6 +11,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,6 +95,19 @@ def google_errors() -> tuple[type[Exception], ...]:
     from google.auth.exceptions import GoogleAuthError
 
     return HttpError, GoogleAuthError
+
+
+def credentials_found(location: Address) -> str:
+    """The kind of credentials that Google's library finds. Raises AccessDeniedError if there are none."""
+    _read_only_class()
+    if google_token(location.storage_options) == "anon":
+        return "anonymous"
+    import google.auth
+
+    with location.translated("find credentials for"):
+        credentials, _ = google.auth.default()
+    named = "GOOGLE_APPLICATION_CREDENTIALS, " * ("GOOGLE_APPLICATION_CREDENTIALS" in os.environ)
+    return f"{named}{type(credentials).__module__}.{type(credentials).__name__}"
 
 
 def is_denial(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -245,6 +246,17 @@ def hub_errors() -> tuple[type[Exception], ...]:
         from aiohttp import ClientError
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
     return HfHubHTTPError.__mro__[1], EntryNotFoundError, ClientError  # the first is any error of its client
+
+
+def credentials_found(location: Address) -> str:
+    """Where a token for the Hub is. Raises OptionError if huggingface_hub is not installed."""
+    with _needed():
+        from huggingface_hub import get_token
+    if location.storage_options.get("token"):
+        return "token in storage_options"
+    if not get_token():
+        return "none, which suffices for public repositories"
+    return "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the file of 'hf auth login'"
 
 
 def is_denial(error: BaseException) -> bool:

@@ -71,6 +71,7 @@ def bucket_region(bucket: str) -> str:
             headers = answer.headers
     except urllib.error.HTTPError as error:
         headers = error.headers
+        error.close()
     except OSError as error:
         raise StoreError(f"cannot look up the region of bucket {bucket}: {error}. Is AWS reachable?") from error
     region = headers.get("x-amz-bucket-region")

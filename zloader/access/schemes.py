@@ -7,6 +7,7 @@ second to import, so methods import them.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -73,6 +74,10 @@ class Scheme:
         """Whether an error means that permissions or credentials are missing."""
         return isinstance(error, PermissionError)
 
+    def credentials(self, location: Address) -> str:
+        """Which credentials are found for a location, by name and without secrets. Raises ZloaderError."""
+        return f"not needed: files of this machine, read as user {os.geteuid()}"
+
 
 class _S3(Scheme):
     form = "BUCKET/KEY"
@@ -107,6 +112,11 @@ class _S3(Scheme):
 
         return isinstance(error, PermissionError | NoCredentialsError | PartialCredentialsError)
 
+    def credentials(self, location: Address) -> str:
+        from zloader.access.credentials import credentials_found
+
+        return credentials_found(location.storage_options)
+
 
 class _Google(Scheme):
     form = "BUCKET/KEY"
@@ -135,6 +145,11 @@ class _Google(Scheme):
         from zloader.access.google import is_denial
 
         return isinstance(error, PermissionError) or is_denial(error)
+
+    def credentials(self, location: Address) -> str:
+        from zloader.access.google import credentials_found
+
+        return credentials_found(location)
 
 
 class _Azure(Scheme):
@@ -179,6 +194,11 @@ class _Azure(Scheme):
         from zloader.access.azure import is_denial
 
         return isinstance(error, PermissionError) or is_denial(error)
+
+    def credentials(self, location: Address) -> str:
+        from zloader.access.azure import credentials_found
+
+        return credentials_found(location)
 
 
 class _Hub(Scheme):
@@ -226,6 +246,11 @@ class _Hub(Scheme):
 
         return isinstance(error, PermissionError) or is_denial(error)
 
+    def credentials(self, location: Address) -> str:
+        from zloader.access.hub import credentials_found
+
+        return credentials_found(location)
+
 
 class _Web(Scheme):
     form = "HOST/PATH"
@@ -237,6 +262,9 @@ class _Web(Scheme):
         from zloader.access.web import web_files
 
         return web_files(location.storage_options, asynchronous=asynchronous)
+
+    def credentials(self, location: Address) -> str:
+        return f"headers: {', '.join(location.storage_options.get('headers') or ()) or 'none'}"
 
 
 _AZURE, _WEB = _Azure(), _Web()

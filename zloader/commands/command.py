@@ -19,6 +19,7 @@ import typer
 import typer.core
 
 from zloader.common.errors import ZloaderError
+from zloader.common.version import __version__
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -117,9 +118,7 @@ def _debug(wanted: bool) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"zloader {version('zloader')}")
+        typer.echo(f"zloader {__version__}")
         raise typer.Exit
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
@@ -67,6 +68,23 @@ def require_one_of(known: Sequence[str], **values: str) -> None:
     for name, value in values.items():
         if not isinstance(value, str) or value not in known:
             raise OptionError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")
+
+
+def name_of_dtype(known: Sequence[str], **dtypes: Any) -> str:
+    """The name of a dtype, which an option gives by name or as an object of torch, NumPy or ml_dtypes.
+
+    Raises OptionError unless it is one of the `known` names.
+    """
+    ((option, dtype),) = dtypes.items()
+    name = dtype
+    if isinstance(dtype, type | np.dtype):
+        with contextlib.suppress(TypeError):
+            name = np.dtype(dtype).name
+    elif not isinstance(dtype, str):
+        name = str(dtype)
+    if isinstance(name, str) and (name := name.removeprefix("torch.")) in known:
+        return name
+    raise OptionError(f"{option} must be one of {', '.join(map(repr, known))}, not {dtype!r:.100}")
 
 
 def names_of(**values: Iterable[str]) -> list[str]:

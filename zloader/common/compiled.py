@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
+
+log = logging.getLogger("zloader")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -47,15 +50,28 @@ class _Compiled:
 
     def _compiled(self) -> Any:
         if self._dispatcher is None:  # two threads may both get here; either dispatcher will do
-            import numba
-
-            self._dispatcher = numba.njit(nogil=True, cache=True)(self._function)
+            self._dispatcher = _jit(self._function)
         return self._dispatcher
 
     @property
     def _numba_type_(self) -> Any:
         """The type of this object in a compiled function that calls it."""
         return self._compiled()._numba_type_
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    import numba
+
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # neither the directory of the module nor that of the user can be written
+        _say_not_kept()
+        return numba.njit(nogil=True)(function)
+
+
+@functools.cache
+def _say_not_kept() -> None:
+    log.warning("compiled loops cannot be kept on disk: set NUMBA_CACHE_DIR to a directory that can be written")
 
 
 @compiled

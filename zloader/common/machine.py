@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from zloader.common.errors import OptionError
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_PERIOD_US = 100_000  # of quotas; version 2 states it
 
 
 def available_cores() -> int:
@@ -20,13 +23,46 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def physical_bytes() -> int:
+    """Bytes of memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def available_bytes() -> int:
-    """Bytes of memory of the machine, or of the container that runs this process."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, then v1
+    """Bytes of memory of the machine, or of the container or batch job that runs this process."""
+    limits = [physical_bytes()]
+    for file in _control_files("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int((_CGROUP / limit).read_text()))
+            limits.append(int(file.read_text()))
     return min(limits)
+
+
+def core_quota() -> float | None:
+    """The cores whose time the container or batch job of this process may use; None without a limit."""
+    quotas = []
+    for file in _control_files("cpu.max"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max 100000"
+            most, period = map(int, file.read_text().split())
+            quotas.append(most / period)
+    for file in _control_files("cpu/cpu.cfs_quota_us"):
+        with contextlib.suppress(OSError, ValueError):
+            quotas.append(int(file.read_text()) / _PERIOD_US)
+    return min((quota for quota in quotas if quota > 0), default=None)
+
+
+def _control_files(*names: str) -> Iterator[Path]:
+    """Files of version 2 and 1 that may limit the cgroup of this process, and those above it.
+
+    In most containers the topmost is that of the container. Elsewhere, as in a job of SLURM, it is that of the machine.
+    """
+    listed = ""
+    with contextlib.suppress(OSError):
+        listed = _OWN.read_text()
+    paths = {Path(line.split(":", 2)[-1].strip("/")) for line in listed.splitlines()}
+    for path in sorted({above for own in paths for above in (own, *own.parents)} | {Path()}):
+        for name in names:
+            controller, _, file = name.rpartition("/")
+            yield _CGROUP / controller / path / file
 
 
 def processor_s() -> tuple[float, float] | None:
@@ -35,7 +71,7 @@ def processor_s() -> tuple[float, float] | None:
     It does not if this process may only use a part of the cores, as in a container: the rest do not slow it down.
     Time that another virtual machine had is busy, waiting for a disk is not.
     """
-    if available_cores() < (os.cpu_count() or 1) or _has_quota():
+    if available_cores() < (os.cpu_count() or 1) or core_quota() is not None:
         return None
     try:
         first, *_ = Path("/proc/stat").read_text().splitlines()
@@ -44,14 +80,6 @@ def processor_s() -> tuple[float, float] | None:
         return None
     busy, ticks = user + nice + system + irq + soft_irq + steal, os.sysconf("SC_CLK_TCK")
     return busy / ticks, (busy + idle + io) / ticks
-
-
-def _has_quota() -> bool:
-    """Whether the container of this process limits its processor time."""
-    for limit in ("cpu.max", "cpu/cpu.cfs_quota_us"):  # cgroup v2, then v1
-        with contextlib.suppress(OSError):
-            return (_CGROUP / limit).read_text().split()[0] not in ("max", "-1")
-    return False
 
 
 def disk_bytes() -> int | None:

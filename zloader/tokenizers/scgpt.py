@@ -211,7 +211,7 @@ class ScGPT(TokenOptions):
         x: the matrix of counts, as in zl.Loader.
         genes_by: the var column with the names of genes that the vocabulary has. Default: the gene names of the
             dataset.
-        dtype: that of `input_ids`, `"int64"` or `"int32"`.
+        dtype: that of `input_ids`, `"int64"` or `"int32"`, or such a dtype of torch or NumPy.
         pad_to: pads all rows to this length. Default: to the longest row of the minibatch.
         masked: a zl.tokenizers.Masked, to mask values.
 

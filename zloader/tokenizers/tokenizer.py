@@ -9,12 +9,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
+from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import is_number, require_count, require_one_of, require_whole
+from zloader.common.checks import is_number, name_of_dtype, require_count, require_whole
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows, TokenArrays
@@ -70,7 +70,7 @@ class TokenOptions:
 
     x: str = "X"
     genes_by: str | None = None
-    dtype: Literal["int64", "int32"] = "int64"
+    dtype: Any = "int64"
     pad_to: int | None = None
     masked: Masked | None = None
 
@@ -116,7 +116,7 @@ class TokenOptions:
         for name, value in (("x", self.x), ("genes_by", self.genes_by)):
             if not isinstance(value, str) and not (value is None and name == "genes_by"):
                 raise OptionError(f"{name} must be a name (a string), not {value!r:.100}")
-        require_one_of(("int64", "int32"), dtype=self.dtype)
+        self._put(dtype=name_of_dtype(("int64", "int32"), dtype=self.dtype))
         if self.pad_to is not None:
             require_count(pad_to=self.pad_to)
             if self.pad_to < max_length:

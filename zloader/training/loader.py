@@ -38,6 +38,7 @@ from zloader.training.devices import Device, opened
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
 from zloader.training.minibatch import Minibatch, silence_sparse_warnings
 from zloader.training.own_transforms import Convert, OwnTransforms, Transformed
+from zloader.training.packed import Dtype
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
 
@@ -136,7 +137,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     genes: GenesOf | None = field(default=None, repr=False)  # there may be thousands
     tokens: Tokenizer | None = None
     layout: Literal["csr", "dense", "packed", "scipy", "anndata"] = "csr"
-    dtype: str | torch.dtype | np.dtype[Any] | type | None = None
+    dtype: Dtype | None = None
     transforms: Transforms = field(default=(), repr=False)
     fetch_transform: Callable[[Minibatch], Minibatch] | None = None
     batch_transform: Callable[[Minibatch], Any] | None = None

@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_one_of
+from zloader.common.checks import name_of_dtype
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import CsrArrays, MinibatchArrays, TokenArrays, X
@@ -238,10 +238,7 @@ def as_minibatch(
 
 
 def usable_dtype(dtype: Any, layout: str) -> str | None:
-    """The name of a dtype, given by name or as an object of torch or NumPy; None for the stored dtypes of "packed".
-
-    Raises OptionError if x cannot have it.
-    """
+    """The name of a dtype; None for the stored dtypes of "packed". Raises OptionError if x cannot have it."""
     if layout == "packed":
         if dtype is not None:
             raise OptionError(
@@ -249,20 +246,13 @@ def usable_dtype(dtype: Any, layout: str) -> str | None:
                 "minibatch.x.csr, dense or padded"
             )
         return None
-    if dtype is None:
-        return "float32"
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    elif isinstance(dtype, type | np.dtype):
-        with contextlib.suppress(TypeError):
-            dtype = np.dtype(dtype).name
-    require_one_of(DTYPES, dtype=dtype)
-    if layout in ("scipy", "anndata") and dtype in HALVES:
+    name = "float32" if dtype is None else name_of_dtype(DTYPES, dtype=dtype)
+    if layout in ("scipy", "anndata") and name in HALVES:
         raise OptionError(
-            f"layout={layout!r} cannot hold {dtype}, because SciPy does not compute with it: take layout='csr' or "
+            f"layout={layout!r} cannot hold {name}, because SciPy does not compute with it: take layout='csr' or "
             "'dense', or dtype='float32'"
         )
-    return str(dtype)
+    return name
 
 
 def _tensor(values: NDArray[Any]) -> torch.Tensor:

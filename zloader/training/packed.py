@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 
+from zloader.common.checks import name_of_dtype
 from zloader.common.errors import OptionError
 
 # torch stores these dtypes and converts them, but computes with them on few devices.
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # it cannot pickle these
 _SIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_DTYPES = ("float16", "bfloat16", "float32", "float64", *_INTEGERS)
+
+Dtype: TypeAlias = str | torch.dtype | np.dtype[Any] | type
 
 
 class Padded(NamedTuple):
@@ -36,7 +43,7 @@ class PackedRows:
     >>> x = next(iter(loader)).x
     >>> x.shape, x.genes.dtype, x.values.dtype
     (torch.Size([64, 97]), torch.uint8, torch.uint16)
-    >>> x.csr().layout, x.dense(torch.bfloat16).dtype, x.padded(32).genes.shape
+    >>> x.csr().layout, x.dense("bfloat16").dtype, x.padded(32).genes.shape
     (torch.sparse_csr, torch.bfloat16, torch.Size([64, 32]))
 
     indptr: rows + 1 offsets, int32 (int64 from 2**31 values on). Row i has the values `[indptr[i], indptr[i + 1])`.
@@ -44,8 +51,9 @@ class PackedRows:
     values: in the stored dtype, which `zl.convert` makes as small as it can; of several stores in their common dtype.
     n_genes: columns.
 
-    The methods compute where the tensors are, and return tensors there. torch can do little with unsigned integers of
-    16 bits and more beyond storing and converting them, so convert `genes` and `values` before you compute with them.
+    A `dtype` is a name, such as "bfloat16", or a dtype of torch or NumPy. The methods compute where the tensors are,
+    and return tensors there. torch can do little with unsigned integers of 16 bits and more beyond storing and
+    converting them, so convert `genes` and `values` before you compute with them.
     """
 
     indptr: torch.Tensor
@@ -115,20 +123,21 @@ class PackedRows:
         """The rows with a function applied to each of the three tensors."""
         return PackedRows(function(self.indptr), function(self.genes), function(self.values), self.n_genes)
 
-    def csr(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def csr(self, dtype: Dtype = "float32") -> torch.Tensor:
         """The rows as torch.sparse_csr, with values as `dtype` and with int32 indices, as from layout "csr"."""
         return torch.sparse_csr_tensor(
             self.indptr,
             self.genes.to(self.indptr.dtype),
-            self.values.to(dtype),
+            self.values.to(torch_dtype(dtype)),
             size=self.shape,
             check_invariants=False,  # the gather ensures them
         )
 
-    def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dense(self, dtype: Dtype = "float32") -> torch.Tensor:
         """The rows as a dense tensor of rows x genes. If a row has a gene twice, its values are summed."""
+        dtype = torch_dtype(dtype)
         # The sum of several half floats would be rounded at every step, and atomic additions of them are slow.
-        summed = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        summed = torch.float32 if dtype in (torch.float16, torch.bfloat16) else _SIGNED.get(dtype, dtype)
         out = torch.zeros(len(self) * self.n_genes, dtype=summed, device=self.device)
         return out.scatter_add_(0, self.places(), self.values.to(summed)).to(dtype).view(self.shape)
 
@@ -137,12 +146,12 @@ class PackedRows:
         first = torch.arange(len(self), device=self.device) * self.n_genes
         return first.repeat_interleave(self.lengths, output_size=len(self.values)) + _signed(self.genes)
 
-    def padded(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> Padded:
+    def padded(self, length: int | None = None, dtype: Dtype = "float32") -> Padded:
         """The rows as tables of rows x `length`, each with its first `length` genes, or fewer and padding.
 
         Without a `length` it is that of the longest row. On a GPU this waits for the computation of the rows.
         """
-        lengths = self.lengths
+        dtype, lengths = torch_dtype(dtype), self.lengths
         if length is None:
             length = int(lengths.max()) if len(self) else 0
         at = torch.arange(length, device=self.device)
@@ -152,14 +161,20 @@ class PackedRows:
             none = torch.full(shape, self.n_genes, dtype=torch.int64, device=self.device)
             return Padded(none, torch.zeros(shape, dtype=dtype, device=self.device), mask)
         at = (self.indptr[:-1, None] + at).clamp_(max=len(self.values) - 1)
-        genes, values = _signed(self.genes)[at].to(torch.int64), self.values.to(dtype)[at]
-        return Padded(genes.masked_fill_(~mask, self.n_genes), values.masked_fill_(~mask, 0), mask)
+        genes, values = _signed(self.genes)[at].to(torch.int64), self.values.to(_SIGNED.get(dtype, dtype))[at]
+        return Padded(genes.masked_fill_(~mask, self.n_genes), values.masked_fill_(~mask, 0).to(dtype), mask)
 
     def __reduce__(self) -> Any:
         tensors = (self.indptr, self.genes, self.values)
         dtypes = tuple(tensor.dtype for tensor in tensors)
         bits = [tensor.view(_BITS.get(tensor.dtype, tensor.dtype)) for tensor in tensors]
         return _unpickled, (bits, dtypes, self.n_genes)
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """The dtype of torch that is meant. Raises OptionError if it is not one of numbers."""
+    found: torch.dtype = getattr(torch, name_of_dtype(_DTYPES, dtype=dtype))
+    return found
 
 
 def _refuse(what: str) -> NoReturn:

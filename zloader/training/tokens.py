@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -27,10 +27,15 @@ Tokenizer: TypeAlias = Geneformer | ScGPT
 
 log = logging.getLogger("zloader")
 
+_OF_MODELS = ("input_ids", "attention_mask", "labels")
+
 
 @dataclass(kw_only=True)
 class Tokens:
     """The tokens of a minibatch, as `minibatch.tokens`. All tensors but `lengths` are rows x places.
+
+    `model(**tokens)` and `dict(tokens)` have the tensors that a model of transformers takes: `input_ids`,
+    `attention_mask`, and `labels` if there are some.
 
     input_ids: token ids, int64 or int32, padded with the tokenizer's pad id.
     values: the values of the tokens, float32.
@@ -44,6 +49,22 @@ class Tokens:
     attention_mask: torch.Tensor
     lengths: torch.Tensor
     labels: torch.Tensor | None = None
+
+    # Not a collections.abc.Mapping: it would have to have a method `values`, and libraries would rebuild it from the
+    # tensors for a model alone.
+    def keys(self) -> tuple[str, ...]:
+        """The names of the tensors that a model of transformers takes."""
+        return _OF_MODELS if self.labels is not None else _OF_MODELS[:-1]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.keys():
+            hint = f": write tokens.{name}" if name in ("values", "lengths") else ""
+            raise MissingColumnError(f"the tokens for a model have no {name!r}, only {listed(self.keys())}{hint}")
+        tensor: torch.Tensor = getattr(self, name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
 
     @classmethod
     def of(cls, arrays: TokenArrays) -> Tokens:

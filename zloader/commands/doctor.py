@@ -1,0 +1,90 @@
+"""`zloader doctor`: what a maintainer asks for first, in one command. It changes nothing and prints no secrets."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from zloader.commands import terminal
+from zloader.commands.command import KEYS, app, takes_flags
+from zloader.commands.flags import Access, Json
+
+if TYPE_CHECKING:
+    from zloader.insight.findings import Check, Finding
+
+_STYLES = {"good": "green", "advice": "yellow", "broken": "bold red", "unknown": "dim"}
+_MARKS = {"good": "ok", "advice": "!", "broken": "FAULT", "unknown": "?"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorFlags:
+    """The flags of `doctor`."""
+
+    url: Annotated[
+        str | None,
+        typer.Argument(metavar="[URL]", help="Store that you cannot open, or that is slow.", show_default=False),
+    ] = None
+    cache: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Cache directory. None is made.", show_default="none")
+    ] = None
+    access: Access = field(default_factory=Access)
+    as_json: Json = False
+
+
+@app.command(epilog=KEYS)
+@takes_flags
+def doctor(flags: DoctorFlags) -> None:
+    """Check versions, the machine, the GPU, a cache directory and the way to a store, and say what to change.
+
+    Reads the store for two seconds. Copy the output into a bug report: it has the names of credentials, but no secrets.
+    Exits with status 1 if something is broken.
+    """
+    with terminal.console(stderr=True).status("looking"):
+        found = _examined(flags)
+    broken = [finding for finding in found if finding.state == "broken"]
+    document: dict[str, Any] = {"ok": not broken, "findings": [dataclasses.asdict(finding) for finding in found]}
+    terminal.print_result(document, lambda console: _show(console, found), as_json=flags.as_json)
+    if broken:
+        raise typer.Exit(1)
+
+
+def _examined(flags: DoctorFlags) -> list[Finding]:
+    from zloader.insight.findings import gathered
+
+    parts: dict[str, list[tuple[str, Check]]] = {
+        "versions": [_check("installation", "python"), _check("installation", "libraries")],
+        "machine": [_check("machine_state", name) for name in ("cores", "memory", "files", "compiled")],
+        "GPU": [_check("installation", "gpu")],
+    }
+    if flags.cache is not None:
+        parts["cache"] = [_check("cache_disk", "cache", flags.cache)]
+    if flags.url is not None:
+        parts["store"] = [_check("store_access", "store", flags.url, flags.access.storage_options)]
+    return [finding for part, checks in parts.items() for finding in gathered(part, checks)]
+
+
+def _check(module: str, name: str, *given: Any) -> tuple[str, Check]:
+    """A check by its name. Its module is imported when it runs, because libraries that it imports may be broken."""
+    return name, lambda: getattr(importlib.import_module(f"zloader.insight.{module}"), f"about_{name}")(*given)
+
+
+def _show(console: Console, found: Sequence[Finding]) -> None:
+    for part, findings in itertools.groupby(found, lambda finding: finding.part):
+        table = terminal.new_table("", part, "")
+        for finding in findings:
+            mark = Text(_MARKS[finding.state], style=_STYLES[finding.state])
+            table.add_row(mark, finding.name, Text(finding.value, overflow="fold"))
+        console.print(table)
+    advised = [finding for finding in found if finding.advice]
+    console.print("what to change:" if advised else "nothing to change", style="bold")
+    for finding in advised:
+        console.print(f"- {finding.part}, {finding.name}: {finding.advice}")
