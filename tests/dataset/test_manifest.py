@@ -232,7 +232,7 @@ def test_workers_and_ranks(manifest):
         assert sorted(seen) == sorted(wanted)
 
 
-@settings(PATIENT, max_examples=15)
+@settings(PATIENT, max_examples=8)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.booleans(), st.randoms(use_true_random=False))
 def test_random_stores_equal_their_concatenation(tmp_path_factory, sizes, is_dense, random):
     root = tmp_path_factory.mktemp("random")
