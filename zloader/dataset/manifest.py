@@ -20,11 +20,13 @@ import io
 import json
 import posixpath
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
 import pandas as pd
 
+from zloader.access.hub import at_commit, commit_in
 from zloader.access.location import Location
 from zloader.common.errors import FormatError, OptionError, StoreNotFoundError
 from zloader.common.messages import listed
@@ -136,13 +138,23 @@ def _parent(location: Location) -> str:
 def relative(manifest: Location, location: Location) -> str:
     """The URL of a store as the manifest has it: relative if the store is beside the manifest or below."""
     own, above = url_of(location), f"{_parent(manifest)}/"
-    is_below = manifest.scheme == location.scheme and own.startswith(above) and not location.is_web
+    is_below = (
+        manifest.scheme == location.scheme and own.startswith(above) and location.scheme not in ("http", "https", "hf")
+    )
     return own[len(above) :] if is_below else own
 
 
 def url_of(location: Location) -> str:
-    """The absolute path or the URL of a store, without a slash at its end."""
-    return location.path if location.scheme == "file" else location.url.rstrip("/")
+    """The absolute path or the URL of a store, without a slash at its end. On the Hub it names the commit."""
+    if location.scheme == "file":
+        return location.path
+    url = location.url.rstrip("/")
+    return at_commit(url, location.revision) if location.scheme == "hf" else url
+
+
+def location_at(manifest: Location, url: str) -> Location:
+    """The location at a URL, opened with the options of the manifest."""
+    return replace(manifest, url=url, revision=commit_in(url) if url.startswith("hf://") else "")
 
 
 def absolute(manifest: Location, url: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ from zloader.common.errors import FormatError, OptionError, StoreChangedError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource, Rows
-from zloader.dataset.manifest import ADVICE, absolute, labels_of, parsed, root_and_key
+from zloader.dataset.manifest import ADVICE, absolute, labels_of, location_at, parsed, root_and_key
 from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.dataset.store import OpenedStore
 from zloader.reading.column_rows import LoadedColumn, PagedColumn
@@ -67,7 +67,7 @@ def stacks_of(
             made = StoreStack(
                 manifest,
                 table.iloc[some],
-                replace(manifest, url=roots[first]),
+                location_at(manifest, roots[first]),
                 keys[some],
                 genes[table["gene_set"].iloc[first]],
             )
@@ -322,7 +322,7 @@ class StoreStack(OpenedStore):
         if self.offline and store:
             raise OptionError(f"{url} has to be opened for this, and {self.location.url} was opened offline")
         # The first one has a mirror, for var. The others would need a directory each.
-        opened = self._opens(replace(self.location, url=url), None if store else self._cache, self.offline)
+        opened = self._opens(location_at(self.location, url), None if store else self._cache, self.offline)
         if opened.fingerprint != self._prints[store]:
             raise StoreChangedError(f"{url} has changed since it was indexed in {self.location.url}. {ADVICE}")
         with self._lock:
