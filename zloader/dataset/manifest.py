@@ -136,12 +136,13 @@ def _parent(location: Location) -> str:
 
 
 def relative(manifest: Location, location: Location) -> str:
-    """The URL of a store as the manifest has it: relative if the store is beside the manifest or below."""
+    """The URL of a store as the manifest has it: relative if the store is beside the manifest or below.
+
+    Not on the Hub, where writing the manifest makes another commit.
+    """
     own, above = url_of(location), f"{_parent(manifest)}/"
-    is_below = (
-        manifest.scheme == location.scheme and own.startswith(above) and location.scheme not in ("http", "https", "hf")
-    )
-    return own[len(above) :] if is_below else own
+    is_below = manifest.scheme == location.scheme and own.startswith(above)
+    return own[len(above) :] if is_below and location.scheme != "hf" else own
 
 
 def url_of(location: Location) -> str:

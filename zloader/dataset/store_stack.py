@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,20 +22,17 @@ from zloader.access.file_source import FileSource
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
 from zloader.caching.kept_objects import OfflineSource
-from zloader.caching.mirror import MirrorArray, open_array, open_mirror_directory
+from zloader.caching.mirror import open_array, open_mirror_directory
 from zloader.common.errors import FormatError, OptionError, StoreChangedError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource, Rows
 from zloader.dataset.manifest import ADVICE, absolute, labels_of, location_at, parsed, root_and_key
 from zloader.dataset.paged_offsets import PagedOffsets
+from zloader.dataset.stacked_offsets import StackedOffsets
 from zloader.dataset.store import OpenedStore
-from zloader.reading.column_rows import LoadedColumn, PagedColumn
-from zloader.reading.fetch import read_at_once
-from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.peers import PeerCache
-from zloader.reading.recipe import Recipe, RowColumns
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.recorded import joined_layout
 
@@ -277,10 +274,18 @@ class StoreStack(OpenedStore):
                 f"{matrix.path}/indptr", np.dtype(np.int64), n_elements=self.n_obs + 1, chunk_elements=_PAGE_ROWS
             )
             mirror = None if self.mirror_directory is None else open_array(self.mirror_directory, pages)
-            self._offsets[matrix.path] = StackedOffsets(self, matrix, pages, mirror)
+            self._offsets[matrix.path] = StackedOffsets(
+                pages,
+                self._offsets_part(matrix.path),
+                row_ends=self.ends,
+                value_ends=matrix.values.joined.ends,
+                urls=self.urls,
+                where=f"{matrix.path}/indptr of {self.location.url}",
+                mirror=mirror,
+            )
         return self._offsets[matrix.path]
 
-    def indptr_part(self, matrix: str) -> MatrixPart:
+    def _offsets_part(self, matrix: str) -> MatrixPart:
         """The offsets of all stores. Those of store k are row k."""
         layout = self._joined(self._layout["matrices"][matrix]["indptr"])
         assert layout.joined is not None
@@ -330,69 +335,3 @@ class StoreStack(OpenedStore):
             while len(self._open) > _MOST_OPEN:
                 self._open.popitem(last=False)
         return opened
-
-
-class _OfStores(PagedColumn):
-    """A column whose row k is all that store k has of an array."""
-
-    def taken(self, rows: Rows, loaded: LoadedColumn) -> NDArray[Any]:
-        taken, (part,) = np.empty(len(rows), object), self.parts
-        assert isinstance(part.indptr, np.ndarray)
-        for _, here, elements in loaded:
-            stops = elements.starts + (part.indptr[rows[here] + 1] - part.indptr[rows[here]])
-            for place, start, stop in zip(np.arange(len(rows))[here].tolist(), elements.starts, stops, strict=True):
-                taken[place] = elements.source[start:stop]
-        return taken
-
-
-class StackedOffsets(PagedOffsets):
-    """The row offsets of one matrix of all stores, numbered through, and read from the stores that a page covers."""
-
-    def __init__(self, stack: StoreStack, matrix: MatrixLayout, pages: ArrayLayout, mirror: MirrorArray | None) -> None:
-        assert matrix.values.joined is not None
-        self._stack, self._matrix, self._value_ends = stack, matrix.path, matrix.values.joined.ends
-        where = f"{matrix.path}/indptr of {stack.location.url}"
-        super().__init__(pages, self._entries, n_values=matrix.values.n_elements, where=where, mirror=mirror)
-
-    def _entries(self, start: int, stop: int) -> Rows:
-        return self._read_runs([(start, stop)])[0]
-
-    def _read_step(self, pages: Rows) -> list[tuple[int, Rows]]:
-        runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1)
-        bounds = [(int(run[0]) * self._width, (int(run[-1]) + 1) * self._width) for run in runs if len(run)]
-        last = self._pages.n_elements
-        found = self._read_runs([(start, min(stop, last)) for start, stop in bounds])
-        return [(start // self._width, values) for (start, _), values in zip(bounds, found, strict=True)]
-
-    def _read_runs(self, runs: Sequence[tuple[int, int]]) -> list[Rows]:
-        """The entries of each run, from the offsets of all stores that they need, which are read at once."""
-        ends = self._stack.ends
-        bounds = np.searchsorted(ends, [(start, stop - 1) for start, stop in runs], side="right")
-        covered = [np.arange(first, last + 1) for first, last in bounds.tolist()]
-        stores = np.unique(np.concatenate([each[each < len(ends)] for each in covered]))
-        offsets = dict(zip(stores.tolist(), self._of_stores(stores), strict=True))
-        found = []
-        for (start, stop), run in zip(runs, covered, strict=True):
-            entries = [offsets[store] for store in run.tolist() if store < len(ends)]
-            first = int(ends[run[0] - 1]) if run[0] else 0
-            total = self._value_ends[-1:] if stop > ends[-1] else np.empty(0, np.int64)
-            found.append(np.concatenate([*entries, total])[start - first : stop - first])
-        return found
-
-    @cached_property
-    def _stored(self) -> _OfStores:
-        return _OfStores(parts=[self._stack.indptr_part(self._matrix)])
-
-    def _of_stores(self, stores: Rows) -> Iterator[Rows]:
-        """The offset of each row of some stores, among the values of all stores."""
-        n_rows, n_values = (np.diff(ends, prepend=0)[stores] for ends in (self._stack.ends, self._value_ends))
-        columns = RowColumns(obsm=lambda: {"": self._stored}, paged=[self._stored])
-        recipe = Recipe(x={}, form=Form(dense=True, dtype=None), columns=columns)
-        stored = read_at_once(recipe, stores, FetchOptions()).obsm[""]
-        for number, (store, own) in enumerate(zip(stores.tolist(), stored, strict=True)):
-            if len(own) != n_rows[number] + 1 or own[0] or own[-1] != n_values[number]:
-                raise FormatError(
-                    f"{self._matrix}/indptr of {self._stack.urls[store]} does not have the rows and values that "
-                    f"{self._stack.location.url} records: the store is damaged. {ADVICE}"
-                )
-            yield own[:-1].astype(np.int64) + (self._value_ends[store] - n_values[number])
