@@ -132,9 +132,12 @@ CASES: dict[str, dict[str, Any]] = {
     "genes": {"genes": IDS[5:25][::-1], "layout": "packed"},
     "transforms": {"transforms": [zl.transforms.LogNormalize(1e4)], "layout": "dense"},
     "tokens": {"tokens": GENEFORMER, "x": None},
-    "sets": {"sampling": zl.CellSets(["line"], set_size=4), "controls": zl.MatchedControls("lane == 1", match=["line"])},
+    "sets": {
+        "sampling": zl.CellSets(["line"], set_size=4),
+        "controls": zl.MatchedControls("lane == 1", match=["line"]),
+    },
     "neighbours": {"neighbors": zl.Neighbors("distances", k=3), "layout": "dense"},
-    "weighted": {"sampling": zl.ClassBalancedSampling("line")},
+    "weighted": {"sampling": zl.ClassBalancedSampling("line", block_size=4)},
     "rank": {"rank": 1, "world_size": 2, "remainder": "pad"},
     "names": {"obs_names": True, "drop_last": True},
     "rows 1": {"batch_size": 1, "fetch_factor": 8, "layout": "packed"},
@@ -158,7 +161,9 @@ def test_csr_rows_become_tables(dataset, framework, dtype):
     if framework == "jax" and dtype == "int64":
         dtype = "int32"
     sizes = SIZES | {"layout": "packed", "x": "layers/halves" if dtype == "float32" else "X"}
-    for found, wanted in zip(zl.Loader(dataset, framework=framework, **sizes), zl.Loader(dataset, **sizes), strict=True):
+    for found, wanted in zip(
+        zl.Loader(dataset, framework=framework, **sizes), zl.Loader(dataset, **sizes), strict=True
+    ):
         assert_equal(plain(found.x.dense(dtype)), plain(wanted.x.dense(dtype)), "numpy")
         for length in (None, 1, 7, 80):
             one, other = found.x.padded(length, dtype), wanted.x.padded(length, dtype)
