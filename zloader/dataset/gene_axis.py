@@ -159,13 +159,13 @@ def _located(stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index]) -> li
     """The distinct lists of genes, each with the URL of the first store that has it."""
     found: dict[int, tuple[str, pd.Index]] = {}
     for store, names in zip(stores, of_stores, strict=True):
-        found.setdefault(id(names), (store.location.url, names))
+        found.setdefault(id(names), (store.named, names))
     return list(found.values())
 
 
 def gene_names(store: OpenedStore, by: Any, frame: str) -> pd.Index:
     """The names by which the genes of a store are joined: unique strings."""
-    at = f"{frame} of {store.location.url}"
+    at = f"{frame} of {store.named}"
     column = by if isinstance(by, str) and by != _index_name(store, frame) else None
     stored = store.names(frame) if column is None else _column(store, frame, column)
     names = renamed_by(by if isinstance(by, dict) else {}, stored, at)
@@ -184,7 +184,7 @@ def _index_name(store: OpenedStore, frame: str) -> str:
 
 def _column(store: OpenedStore, frame: str, column: str) -> pd.Series:
     """The var column that names the genes."""
-    at, known = f"{frame} of {store.location.url}", store.columns(frame)
+    at, known = f"{frame} of {store.named}", store.columns(frame)
     if column not in known:
         raise MissingColumnError(
             f"{at} has no column {column!r} to name genes by; it has: {listed(known)}{suggestion(column, known)}"
@@ -206,10 +206,10 @@ def _require_same(stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index], 
             continue
         n_both = min(len(first), len(genes))
         at = int(np.argmax(np.append(first[:n_both] != genes[:n_both], True)))
-        why = mismatch([(stores[0].location.url, first), (store.location.url, genes)])
+        why = mismatch([(stores[0].named, first), (store.named, genes)])
         here, there = (repr(names[at]) if at < len(names) else "missing" for names in (genes, first))
         raise FormatError(
-            f"gene {at} of {frame} is {here} in {store.location.url}, but {there} in {stores[0].location.url}: stores "
+            f"gene {at} of {frame} is {here} in {store.named}, but {there} in {stores[0].named}: stores "
             "opened together must have the same genes in the same order. Open them with join='inner', join='outer' or "
             f"join=[genes]; or run 'zloader convert' on all of them, which joins their genes in a store{why}"
         )
@@ -229,9 +229,9 @@ def _require_shared(
     for store, names in zip(stores, of_stores, strict=True):
         if listing and id(names) not in checked and not names.isin(joined).any():
             raise FormatError(
-                f"{frame} of {store.location.url} has none of the {len(joined)} genes that join lists "
+                f"{frame} of {store.named} has none of the {len(joined)} genes that join lists "
                 f"({listed(joined, 3)}), but genes such as {listed(names, 3)}: {name_by}, or leave this store out"
-                f"{mismatch([(store.location.url, names)], list(joined))}"
+                f"{mismatch([(store.named, names)], list(joined))}"
             )
         checked.add(id(names))
 

@@ -82,6 +82,11 @@ class OpenedStore(ModalElements):
             save_listing(self.mirror_directory, origin, objects)
 
     @property
+    def named(self) -> str:
+        """What messages about its genes call it."""
+        return self.location.url
+
+    @property
     def read_from(self) -> Location:
         """Where the keys of the objects of matrices are."""
         return self.location

@@ -299,6 +299,11 @@ class StoreStack(OpenedStore):
         )
 
     @property
+    def named(self) -> str:
+        more = f" and {self.n_stores - 1} more stores" if self.n_stores > 1 else ""
+        return f"{absolute(self.location, self.urls[0])}{more} (in {self.location.url})"
+
+    @property
     def read_from(self) -> Location:
         return self._root
 
