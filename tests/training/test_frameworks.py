@@ -192,7 +192,7 @@ def test_states_are_those_of_torch(dataset, framework):
     seen = [next(minibatches).index.tolist() for _ in range(4)]
     tensors.load_state_dict(loader.state_dict())
     rest = [minibatch.index.tolist() for minibatch in tensors]
-    assert sorted(sum(seen + rest, [])) == list(range(N_ROWS))
+    assert sorted(row for rows in seen + rest for row in rows) == list(range(N_ROWS))
     assert rest == [minibatch.index.tolist() for minibatch in minibatches]
 
 

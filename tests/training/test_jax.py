@@ -132,7 +132,7 @@ def test_compiled_functions_take_minibatches_and_are_compiled_seldom(dataset):
     @jax.jit
     def step(minibatch: zl.Minibatch, weight: Any) -> Any:
         compiled.append(minibatch.x.values.shape)
-        genes, values, mask = minibatch.x.padded(32)
+        genes, values, _ = minibatch.x.padded(32)
         embedded = jax.numpy.take(weight, genes, axis=0, fill_value=0) * values[..., None]
         return minibatch.x.dense() @ weight, minibatch.x.bcsr() @ weight, embedded.sum(1), minibatch.obs["lane"].sum()
 

@@ -33,7 +33,8 @@ from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, GenesOf
-from zloader.training.frameworks import Framework, framework_of
+from zloader.training.chosen_framework import framework_of
+from zloader.training.frameworks import Framework
 from zloader.training.minibatch import Minibatch, as_minibatch, usable_dtype
 from zloader.training.own_transforms import Convert, OwnTransforms
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer

@@ -1,23 +1,17 @@
-"""Whose arrays minibatches hold: the port to NumPy, torch and JAX. Each of them is imported when it is chosen."""
+"""Whose arrays minibatches hold: the port to NumPy, torch (tensors.py) and JAX (jax_arrays.py)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, X
 from zloader.dataset.in_memory import as_scipy
 from zloader.training.csr_rows import CsrRows
-
-if TYPE_CHECKING:
-    from zloader.training.minibatch import Minibatch
-
-FRAMEWORKS = ("torch", "numpy", "jax")
 
 
 class Framework(ABC):
@@ -53,8 +47,8 @@ class Framework(ABC):
     def prepare(self) -> None:  # noqa: B027 - most need nothing
         """Called before minibatches are made in a process."""
 
-    def finished(self, minibatch: Minibatch, device: Any) -> Minibatch:
-        """A minibatch as the consumer gets it, on a device. Called in its thread."""
+    def finished(self, minibatch: Any, device: Any) -> Any:
+        """A Minibatch as the consumer gets it, on a device. Called in its thread."""
         return minibatch
 
     def x(self, layout: str, x: X) -> Any:
@@ -90,25 +84,3 @@ class NumPy(Framework):
     def require_dtype(self, dtype: str | None) -> None:
         if dtype == "bfloat16":
             raise OptionError("NumPy has no bfloat16: take dtype='float16' or 'float32', or framework='jax'")
-
-
-def framework_of(framework: Any) -> Framework:
-    """The framework of this name. Raises OptionError if it is not installed."""
-    require_one_of(FRAMEWORKS, framework=framework)
-    if framework == "numpy":
-        return NumPy()
-    try:
-        if framework == "jax":
-            from zloader.training.jax_arrays import Jax
-
-            return Jax()
-        from zloader.training.tensors import Torch
-
-        return Torch()
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != framework:
-            raise
-        install = 'pip install "zloader[jax]"' if framework == "jax" else "pip install torch"
-        raise OptionError(
-            f"framework={framework!r} needs {framework}, which is not installed: {install}, or take framework='numpy'"
-        ) from error
