@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -35,6 +35,7 @@ from zloader.selecting.genes import GenesOf
 from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_companions, with_sets
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
 from zloader.training.minibatch import Minibatch
+from zloader.training.of_framework import OfFramework
 from zloader.training.own_transforms import Convert, OwnTransforms, Transformed
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
@@ -45,19 +46,15 @@ log = logging.getLogger("zloader")
 
 if TYPE_CHECKING:
     import jax
-    import torch.utils.data
+    import torch
 
     from zloader.training.delivery import LentMemory
     from zloader.training.devices import Device
     from zloader.training.packed import Dtype
 
-    _Base: TypeAlias = torch.utils.data.IterableDataset[Minibatch]
-else:
-    _Base = Iterable[Minibatch]  # with framework torch, a Loader becomes an IterableDataset when it is constructed
-
 
 @dataclass(eq=False, repr=False)
-class Loader(_Base):
+class Loader(OfFramework):
     """Yields shuffled minibatches of a dataset. Each iteration is one epoch, and the first is epoch 0.
 
     >>> import zloader as zl
@@ -189,19 +186,7 @@ class Loader(_Base):
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
-        self._become_dataset()
-
-    def _become_dataset(self) -> None:
-        """Makes the loader a torch.utils.data.IterableDataset, as DataLoader needs it, if it yields tensors."""
-        self.__class__ = self._without_torch()
-        if self.framework == "torch":
-            from zloader.training.tensors import as_dataset
-
-            self.__class__ = as_dataset(type(self))
-
-    def _without_torch(self) -> type[Loader]:
-        found: type[Loader] = getattr(type(self), "without_torch", type(self))
-        return found
+        self.become_dataset()
 
     def __repr__(self) -> str:
         """One line: the dataset, the size of minibatches, and the options that differ from their defaults."""
@@ -260,13 +245,6 @@ class Loader(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pickled_placement": self._placement()}
-
-    def __reduce__(self) -> Any:  # the class that is also of torch has no name by which it is found
-        return _unpickled, (self._without_torch(),), self.__getstate__()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._become_dataset()
 
     def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
         """The consumer's position, for `load_state_dict` of a loader with the same options.
@@ -406,10 +384,6 @@ class Loader(_Base):
     def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0) -> Recipe:
         """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
         return self._contents.recipe(epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping)
-
-
-def _unpickled(loader: type[Loader]) -> Loader:
-    return object.__new__(loader)
 
 
 def _finished(form: XForm, convert: Callable[[Any], Any], item: Any) -> Any:
