@@ -332,7 +332,7 @@ class Loader(OfFramework):
     def _run(self, position: Position, worker: Any, uncount: Callable[[], None], start: StartWork) -> RunningEpoch:
         """Wires plan -> fetch -> minibatch -> arrays of the framework."""
         form = self._contents.form
-        lent = _lent_by(self.device) if form.delivered else None
+        lent = _lent_by(self.device) if self.device is not None and self.framework == "torch" else None
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         whole = self.plan(position.epoch)
         plan, done = resumed(whole, position.stretches)
