@@ -27,10 +27,10 @@ from helpers import PATIENCE_S, fill_bucket, processes_that_name
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness.azurite import Azurite
 from benchmarks.harness.s3 import HttpFault, Shaping, Sim
 from zloader.common.errors import OptionError, ZloaderError
 from zloader.testing import SeaweedFS
-from zloader.testing.azurite import Azurite
 from zloader.testing.server import ServerStartError
 
 pytestmark = pytest.mark.any_version
