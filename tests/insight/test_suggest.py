@@ -158,7 +158,7 @@ def test_neighbors_are_counted(tmp_path):
     indptr = np.append(0, np.cumsum(np.diff(adata.X.indptr)))
     fetched = np.unique(plan.fetch(0).rows)
     for array in matrix.arrays:
-        chunks = chunks_of(indptr[fetched], indptr[fetched + 1], array.chunk_elements)
+        chunks = chunks_of(indptr[fetched], indptr[fetched + 1], array)
         decoded += len(chunks) * array.chunk_elements * array.dtype.itemsize
     assert decoded <= 1.1 * suggested.fetch_bytes
     with pytest.raises(OptionError, match=r"neighbors must be a zl.Neighbors, not 'graph'"):

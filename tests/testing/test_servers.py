@@ -28,6 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zloader.testing.azurite import Azurite
 
+from benchmarks.harness.azurite import Azurite
 from benchmarks.harness.s3 import HttpFault, Shaping, Sim
 from zloader.common.errors import OptionError, ZloaderError
 from zloader.testing import SeaweedFS

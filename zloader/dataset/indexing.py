@@ -40,6 +40,10 @@ _THREADS = 16  # each waits for a server, or for the process that reads an HDF5 
 class Indexed:
     """What `index` has written: a manifest at `url` of so many `stores`, `rows` and different `gene_sets`.
 
+    >>> import zloader as zl
+    >>> zl.index("atlas.zarr", "one.csv", progress=False).stores
+    1
+
     `reused` stores had not changed since the manifest was written before. `labels` are the obs columns that have one
     label for each store.
     """

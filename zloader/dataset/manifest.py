@@ -19,7 +19,7 @@ from __future__ import annotations
 import io
 import json
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
@@ -92,14 +92,17 @@ def written(table: pd.DataFrame, path: str) -> bytes:
     return content.getvalue()
 
 
-def parsed(text: str, what: str) -> Any:
-    """The JSON of a column. Raises FormatError."""
+def parsed(text: str, what: str, *, holds: Sequence[str] = ()) -> Any:
+    """The JSON of a column, with these mappings. Raises FormatError."""
     try:
         found = json.loads(text)
     except ValueError as error:
         raise FormatError(f"{what} of the manifest cannot be read: {error}. {ADVICE}") from error
     if not isinstance(found, Mapping) or found.get("version", VERSION) != VERSION:
         raise FormatError(f"{what} of the manifest was written by another version of zloader. {ADVICE}")
+    for name in holds:
+        if not isinstance(found.get(name), Mapping):
+            raise FormatError(f"{what} of the manifest has no {name}. {ADVICE}")
     return found
 
 

@@ -7,9 +7,10 @@ which are opened for it one by one, a few at a time.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,6 +34,7 @@ from zloader.dataset.stacked_offsets import StackedOffsets
 from zloader.dataset.store import OpenedStore
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.peers import PeerCache
+from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.recorded import joined_layout
 
@@ -91,7 +93,11 @@ class GeneNames:
     def of(self) -> Mapping[str, pd.Index]:
         """The names in `"var"` and `"raw/var"`."""
         found = parsed(self.text, "gene_names") if self.text else {}
-        return {frame: pd.Index(names, dtype=object) for frame, names in found.items() if frame != "version"}
+        of_frames = {frame: names for frame, names in found.items() if frame != "version"}
+        for frame, names in of_frames.items():
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise FormatError(f"gene_names of the manifest has no list of names of {frame}. {ADVICE}")
+        return {frame: pd.Index(names, dtype=object) for frame, names in of_frames.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +124,8 @@ class StoreStack(OpenedStore):
             table[name].tolist() for name in ("url", "stored", "fingerprint", "stamp")
         )
         self.fingerprint = joint_fingerprint(["stack", *self._prints])
-        self._layout = parsed(table["layout"].iloc[0], "layout")
-        self._obs = parsed(table["obs"].iloc[0], "obs")
+        self._layout = parsed(table["layout"].iloc[0], "layout", holds=["n_genes", "matrices"])
+        self._obs = parsed(table["obs"].iloc[0], "obs", holds=["columns", "obsm"])
         self._matrices: dict[str, MatrixLayout] = {}
         self._open: OrderedDict[int, OpenedStore] = OrderedDict()
         self._lock = threading.Lock()
@@ -156,11 +162,11 @@ class StoreStack(OpenedStore):
 
     @cached_property
     def _records(self) -> list[Mapping[str, Any]]:
-        return [parsed(text, "stored") for text in self._stored]
+        return [parsed(text, "stored", holds=["arrays", "objects"]) for text in self._stored]
 
     @cached_property
     def _prefixes(self) -> list[str]:
-        return list(self._keys) if self._layout["kind"] == "hdf5" else [f"{key}/" for key in self._keys]
+        return list(self._keys) if self._layout.get("kind") == "hdf5" else [f"{key}/" for key in self._keys]
 
     @property
     def n_stores(self) -> int:  # type: ignore[override]
@@ -239,21 +245,36 @@ class StoreStack(OpenedStore):
                     f"there is no matrix {name!r} in all stores of {self.location.url}; there are: "
                     f"{', '.join(self.matrix_names)}{suggestion(name, self.matrix_names)}"
                 )
-            record = self._layout["matrices"][name]
-            arrays = [self._joined(common) for common in record["arrays"]]
-            genes = arrays[0] if len(arrays) > 1 else None
-            n_genes = self.length("raw/var" if name.startswith("raw/") else "var")
-            self._matrices[name] = MatrixLayout(
-                path=name, n_rows=self.n_obs, n_genes=n_genes, values=arrays[-1], genes=genes
-            )
+            with self._usable(name):
+                self._matrices[name] = self._read_matrix(name)
         return self._matrices[name]
+
+    @contextlib.contextmanager
+    def _usable(self, name: str) -> Iterator[None]:
+        """Raises FormatError for what the record of a matrix cannot hold, whatever it is."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            raise FormatError(
+                f"what {self.location.url} records of {name} cannot be used ({error!r}). {ADVICE}"
+            ) from error
+
+    def _read_matrix(self, name: str) -> MatrixLayout:
+        arrays = [self._joined(common) for common in self._layout["matrices"][name]["arrays"]]
+        genes = arrays[0] if len(arrays) > 1 else None
+        n_genes = self.length("raw/var" if name.startswith("raw/") else "var")
+        if genes is None and (arrays[0].joined is None or (arrays[0].joined.ends != self.ends * n_genes).any()):
+            raise ValueError("its values are not rows x genes")
+        return MatrixLayout(path=name, n_rows=self.n_obs, n_genes=n_genes, values=arrays[-1], genes=genes)
 
     def _joined(self, common: Mapping[str, Any]) -> ArrayLayout:
         own = [self._own(store, common["path"]) for store in range(len(self.urls))]
-        return joined_layout(common, own, self._prefixes)
+        layout = joined_layout(common, own, self._prefixes)
+        Decoder(layout)  # raises an error for codecs that do not exist
+        return layout
 
     def _own(self, store: int, path: str) -> Sequence[Any]:
-        own = self._records[store].get("arrays", {}).get(path)
+        own = self._records[store]["arrays"].get(path)
         if not isinstance(own, list) or len(own) != 3:
             raise FormatError(f"{self.location.url} has no record of {path} of {self.urls[store]}. {ADVICE}")
         return own
@@ -274,9 +295,11 @@ class StoreStack(OpenedStore):
                 f"{matrix.path}/indptr", np.dtype(np.int64), n_elements=self.n_obs + 1, chunk_elements=_PAGE_ROWS
             )
             mirror = None if self.mirror_directory is None else open_array(self.mirror_directory, pages)
+            with self._usable(matrix.path):
+                part = self._offsets_part(matrix.path)
             self._offsets[matrix.path] = StackedOffsets(
                 pages,
-                self._offsets_part(matrix.path),
+                part,
                 row_ends=self.ends,
                 value_ends=matrix.values.joined.ends,
                 urls=self.urls,
