@@ -26,7 +26,6 @@ import s3fs
 from helpers import PATIENCE_S, fill_bucket, processes_that_name
 from hypothesis import given
 from hypothesis import strategies as st
-from zloader.testing.azurite import Azurite
 
 from benchmarks.harness.azurite import Azurite
 from benchmarks.harness.s3 import HttpFault, Shaping, Sim
