@@ -122,7 +122,7 @@ def test_tokens_train_a_masked_language_model(page: Any, tmp_path: Path) -> None
     loader = zl.Loader(page.train, **options, batch_transform=lambda minibatch: dict(minibatch.tokens))
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForMaskedLM(BertConfig(vocab_size=len(vocabulary), **sizes))
-    assert float(model(**next(iter(zl.Loader(page.train, **options))).tokens).loss) > 0
+    assert model(**next(iter(zl.Loader(page.train, **options))).tokens).loss.item() > 0
     done = page.LoaderTrainer(model, arguments(tmp_path, max_steps=2), train_dataset=loader).train()
     assert 0 < done.training_loss < 10
 
