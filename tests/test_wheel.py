@@ -158,7 +158,8 @@ def test_every_module_imports_with_its_extra(wheel: Path, plain: Installed, tmp_
     for module, missing in failed.items():  # of an extra that is not installed here
         assert missing not in importlib.metadata.packages_distributions(), f"{module} cannot import {missing}"
     assert set(failed) <= set(without["failed"])
-    assert all(re.match(r"zloader\.(integrations|ray)", module) for module in without["failed"]), without["failed"]
+    apart = r"zloader\.(integrations|ray|conversion\.sources\.soma_reader)"  # the last is imported by a child alone
+    assert all(re.match(apart, module) for module in without["failed"]), without["failed"]
     assert "No broken requirements" in every.run("python", "-m", "pip", "check", cwd=tmp_path)
     every.run("zloader", "demo", cwd=tmp_path)
     assert (tmp_path / "zloader-demo.html").stat().st_size > 10_000

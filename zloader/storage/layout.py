@@ -23,6 +23,9 @@ from zloader.storage.joined import JoinedGrid
 from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement, ZarrPlacement
 
 
+_MOST_ELEMENTS = 1 << 62  # damaged metadata may claim more
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArrayLayout:
     """How one array is stored. `path` is its key in the store; `codecs` are the Zarr v3 codecs of a chunk.
@@ -105,8 +108,10 @@ class ArrayLayout:
         """The first element of each chunk, and the element after its last."""
         if self.joined is not None:
             return self.joined.bounds(chunks)
-        first = chunks * self.chunk_elements
-        return first, np.minimum(first + self.chunk_elements, self.n_elements)
+        n_elements = min(self.n_elements, _MOST_ELEMENTS)
+        width = min(self.chunk_elements, max(1, n_elements))
+        first = chunks * width
+        return first, np.minimum(first + width, n_elements)
 
     def chunk_of(self, elements: Rows) -> Rows:
         """The chunk of each element."""
