@@ -22,7 +22,6 @@ from zloader.common.records import Rows, Span
 from zloader.storage.joined import JoinedGrid
 from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement, ZarrPlacement
 
-
 _MOST_ELEMENTS = 1 << 62  # damaged metadata may claim more
 
 
