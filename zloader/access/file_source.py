@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
-from zloader.access.stored_objects import StoredObject, stored_file
+from zloader.access.stored_objects import REOPEN, StoredObject, stored_file
 from zloader.common import page_cache
 from zloader.common.errors import (
     AccessDeniedError,
@@ -48,7 +48,7 @@ class FileSource:
         objects: Mapping[str, StoredObject],
         options: FetchOptions,
         *,
-        if_changed: str = "Open the store again",
+        if_changed: str = REOPEN,
     ) -> None:
         """`objects` is the listing from when the store was opened; a file that differs from it is an error."""
         self._location, self._objects, self._options, self._if_changed = location, objects, options, if_changed

@@ -12,15 +12,13 @@ import shlex
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from zloader.access.file_source import FileSource
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
 from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.kept_objects import MAX_BYTES, OfflineSource, load_object, may_be_decoded, save_object
+from zloader.caching.kept_objects import MAX_BYTES, load_object, may_be_decoded, save_object
 from zloader.common.errors import CacheError, FormatError, ZloaderError
-from zloader.common.options import Cache, FetchOptions
-from zloader.common.records import ByteSource
+from zloader.common.options import Cache
 from zloader.dataset.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
 from zloader.dataset.modalities import MUDATA
 from zloader.dataset.store import OpenedStore
@@ -56,6 +54,10 @@ class OpenedFile(OpenedStore):
     @property
     def read_from(self) -> Location:
         return self.folder
+
+    @property
+    def _read_objects(self) -> Listing:
+        return Listing([(self.name, self.objects[""])])
 
     @cached_property
     def index(self) -> Hdf5Index:
@@ -116,18 +118,6 @@ class OpenedFile(OpenedStore):
 
     def _has_every_object(self, path: str) -> bool:
         return self.index.has_every_chunk(path)
-
-    def source(self, options: FetchOptions) -> ByteSource:
-        """Reads byte ranges of the file; with `offline`, raises ReadError instead."""
-        if self.offline:
-            return OfflineSource(self.location.url)
-        objects = Listing([(self.name, self.objects[""])])
-        if self.folder.scheme == "file":
-            return FileSource(self.folder, objects, options)
-        # Imported here because it imports TensorStore, which local files do not need.
-        from zloader.reading.object_source import ObjectSource
-
-        return ObjectSource(self.folder, objects, options)
 
 
 class _KeptFile(Hdf5Store):

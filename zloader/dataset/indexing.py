@@ -23,7 +23,18 @@ from zloader.common.messages import listed
 from zloader.common.progress import progress_bars
 from zloader.dataset.gene_axis import gene_names
 from zloader.dataset.h5ad import OpenedFile
-from zloader.dataset.manifest import COLUMNS, VERSION, absolute, is_manifest, read_manifest, relative, url_of, written
+from zloader.dataset.manifest import (
+    COLUMNS,
+    VERSION,
+    absolute,
+    is_manifest,
+    labels_of,
+    names_by_set,
+    read_manifest,
+    relative,
+    url_of,
+    written,
+)
 from zloader.dataset.modalities import path_of
 from zloader.dataset.opening import open_stores
 from zloader.dataset.stack_columns import columns_of
@@ -117,14 +128,13 @@ def index(
             threads.shutdown(cancel_futures=True)
     table = _table(rows, before)
     _write(destination, written(table, destination.path))
-    labels = [name for name in table.columns if name not in COLUMNS]
     return Indexed(
         url=destination.url,
         stores=len(table),
         rows=int(table["rows"].sum()),
         gene_sets=table["gene_set"].nunique(),
         reused=indexer.n_reused,
-        labels=labels,
+        labels=labels_of(table),
     )
 
 
@@ -151,9 +161,7 @@ class _Indexer:
         self.n_reused = 0
         self._before: dict[tuple[str, str], dict[str, Any]] = {}
         if before is not None:
-            names = dict(zip(before["gene_set"], before["gene_names"], strict=True)) | {
-                gene_set: text for gene_set, text in zip(before["gene_set"], before["gene_names"], strict=True) if text
-            }
+            names = names_by_set(before)
             for row in before.to_dict("records"):
                 known = row | {"gene_names": names[row["gene_set"]]}
                 self._before[absolute(manifest, row["url"]), row["fingerprint"]] = known
@@ -267,7 +275,7 @@ def _labels(store: OpenedStore) -> Iterator[tuple[str, str]]:
 
 def _table(rows: list[dict[str, Any]], before: pd.DataFrame | None) -> pd.DataFrame:
     """The manifest. Stores that can be read as one follow one another."""
-    known = [] if before is None else [name for name in before.columns if name not in COLUMNS]
+    known = [] if before is None else labels_of(before)
     automatic = [set(row["labels"]) for row in rows if "reused" not in row and row["rows"]]
     found = dict.fromkeys(name for row in rows for name in row["labels"])
     shared = [name for name in found if all(name in of_store for of_store in automatic)]

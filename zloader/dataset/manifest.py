@@ -111,6 +111,14 @@ def labels_of(table: pd.DataFrame) -> list[str]:
     return [name for name in map(str, table.columns) if name not in COLUMNS]
 
 
+def names_by_set(table: pd.DataFrame) -> dict[str, str]:
+    """The text of `gene_names` of each gene set; empty if no row has it."""
+    found: dict[str, str] = {}
+    for gene_set, text in zip(table["gene_set"], table["gene_names"], strict=True):
+        found[gene_set] = text or found.get(gene_set, "")
+    return found
+
+
 # ---- where the stores are
 
 

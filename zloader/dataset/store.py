@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zloader.access.file_source import FileSource
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
-from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
+from zloader.access.stored_objects import REOPEN, Listing, fingerprint, mirror_fingerprint
 from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys
 from zloader.caching.kept_objects import CachedMetadataStore, OfflineSource, save_listing
 from zloader.caching.mirror import (
@@ -50,6 +50,7 @@ class OpenedStore(ModalElements):
     """One AnnData or MuData store, as it was when it was opened."""
 
     n_stores = 1
+    if_changed = REOPEN  # what to do about an object that has changed
 
     def __init__(
         self,
@@ -90,6 +91,11 @@ class OpenedStore(ModalElements):
     def read_from(self) -> Location:
         """Where the keys of the objects of matrices are."""
         return self.location
+
+    @property
+    def _read_objects(self) -> Listing:
+        """The objects of matrices, by their keys there."""
+        return self.objects
 
     @property
     def root(self) -> Any:
@@ -138,12 +144,12 @@ class OpenedStore(ModalElements):
         """Reads byte ranges of the store's objects; with `offline`, raises ReadError instead."""
         if self.offline:
             return OfflineSource(self.location.url)
-        if self.location.scheme == "file":
-            return FileSource(self.location, self.objects, options)
+        if self.read_from.scheme == "file":
+            return FileSource(self.read_from, self._read_objects, options, if_changed=self.if_changed)
         # Imported here because it imports TensorStore, which local stores do not need.
         from zloader.reading.object_source import ObjectSource
 
-        return ObjectSource(self.location, self.objects, options)
+        return ObjectSource(self.read_from, self._read_objects, options, if_changed=self.if_changed)
 
     # ---- matrices
 

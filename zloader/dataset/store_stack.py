@@ -19,16 +19,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.access.file_source import FileSource
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
-from zloader.caching.kept_objects import OfflineSource
 from zloader.caching.mirror import open_array, open_mirror_directory
 from zloader.common.errors import FormatError, OptionError, StoreChangedError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
-from zloader.common.records import ByteSource, Rows
-from zloader.dataset.manifest import ADVICE, absolute, labels_of, location_at, parsed, root_and_key
+from zloader.common.records import Rows
+from zloader.dataset.manifest import ADVICE, absolute, labels_of, location_at, names_by_set, parsed, root_and_key
 from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.dataset.stacked_offsets import StackedOffsets
 from zloader.dataset.store import OpenedStore
@@ -55,10 +53,7 @@ def stacks_of(
     roots, keys = zip(*(root_and_key(manifest, url) for url in table["url"]), strict=True)
     kinds = table[["layout", "gene_set", "obs"]].assign(root=roots)
     begins = np.flatnonzero(np.append(True, (kinds.iloc[1:].to_numpy() != kinds.iloc[:-1].to_numpy()).any(axis=1)))
-    names = dict(zip(table["gene_set"], table["gene_names"], strict=True)) | {
-        gene_set: text for gene_set, text in zip(table["gene_set"], table["gene_names"], strict=True) if text
-    }
-    genes = {gene_set: GeneNames(text) for gene_set, text in names.items()}
+    genes = {gene_set: GeneNames(text) for gene_set, text in names_by_set(table).items()}
     stacks: list[StoreStack] = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(table)], strict=True):
         for first in range(begin, end, _MOST_STORES):
@@ -111,6 +106,8 @@ class StackedNode:
 
 class StoreStack(OpenedStore):
     """Some stores of a manifest. Its rows are theirs, one store after another."""
+
+    if_changed = ADVICE
 
     def __init__(
         self, manifest: Location, table: pd.DataFrame, root: Location, keys: Sequence[str], genes: GeneNames
@@ -329,16 +326,6 @@ class StoreStack(OpenedStore):
     @property
     def read_from(self) -> Location:
         return self._root
-
-    def source(self, options: FetchOptions) -> ByteSource:
-        if self.offline:
-            return OfflineSource(self.location.url)
-        if self._root.scheme == "file":
-            return FileSource(self._root, self.objects, options, if_changed=ADVICE)
-        # Imported here because it imports TensorStore, which local stores do not need.
-        from zloader.reading.object_source import ObjectSource
-
-        return ObjectSource(self._root, self.objects, options, if_changed=ADVICE)
 
     def recorded_dtypes(self, path: str) -> dict[str, Any]:
         return dict(self._layout["matrices"][path]["dtypes"])

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from zloader.access.location import location_of
+from zloader.common.concurrent_calls import fulfil
 from zloader.common.errors import ZloaderError
 from zloader.common.messages import reason_of, size
 from zloader.common.options import FetchOptions
@@ -82,24 +83,11 @@ def _about_speed(speed: float | None, *, is_local: bool) -> Finding:
 
 def _within(seconds: float, function: Callable[[], Result]) -> Result:
     """The result of a function. Raises TimeoutError if it takes longer, and leaves its thread behind."""
-    results: queue.Queue[Result | BaseException] = queue.Queue()
-
-    def run() -> None:
-        try:
-            results.put(function())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller
-            results.put(error)
-
-    threading.Thread(target=run, daemon=True, name="zloader-doctor").start()
-    try:
-        result = results.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(
-            f"no answer within {seconds:.0f} s: check the endpoint, the network, proxies and firewalls"
-        ) from None
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    future: Future[Result] = Future()
+    threading.Thread(target=fulfil, args=(future, function), daemon=True, name="zloader-doctor").start()
+    if not wait([future], timeout=seconds).done:
+        raise TimeoutError(f"no answer within {seconds:.0f} s: check the endpoint, the network, proxies and firewalls")
+    return future.result()
 
 
 def _broken(name: str, value: str, advice: str) -> Finding:

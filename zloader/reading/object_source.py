@@ -11,7 +11,7 @@ from typing import Any
 
 from zloader.access.location import Location
 from zloader.access.retry import ReadFailure, Retrier, truncated
-from zloader.access.stored_objects import StoredObject
+from zloader.access.stored_objects import REOPEN, StoredObject
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import StoreChangedError
 from zloader.common.options import FetchOptions
@@ -31,7 +31,7 @@ class ObjectSource:
         objects: Mapping[str, StoredObject],
         options: FetchOptions,
         *,
-        if_changed: str = "Open the store again",
+        if_changed: str = REOPEN,
     ) -> None:
         """`objects` were listed when the store was opened. An object that has changed since then raises an error."""
         self._location, self._objects, self._if_changed = location, objects, if_changed
