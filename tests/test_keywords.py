@@ -9,7 +9,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import zloader as zl
 from zloader.common.errors import KeywordError, OptionError
@@ -132,7 +131,6 @@ def test_options_without_their_names(call: Any, n_given: int, said: str) -> None
 
 def test_signatures_docstrings_and_classes_stay() -> None:
     assert isinstance(zl.Loader, type)
-    assert issubclass(zl.Loader, torch.utils.data.IterableDataset)
     assert str(inspect.signature(zl.Loader)).startswith("(dataset: 'Dataset', *, batch_size: 'int' = 64")
     assert inspect.signature(zl.open_dataset).parameters["cache"].default is None
     assert zl.open_dataset.__doc__.startswith("Opens an AnnData Zarr store")

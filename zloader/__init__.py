@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from zloader.order.sampling import Sampling
     from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
+    from zloader.training.csr_rows import CsrRows
     from zloader.training.loader import Loader
     from zloader.training.minibatch import Minibatch
     from zloader.training.normalization import log1p_normalize
@@ -75,6 +76,7 @@ __all__ = [
     "ClassBalancedSampling",
     "ConversionReport",
     "ConvertOptions",
+    "CsrRows",
     "Dataset",
     "FetchOptions",
     "Indexed",
@@ -121,6 +123,7 @@ _MODULES = {
     "ClassBalancedSampling": "zloader.order.weighted",
     "ConversionReport": "zloader.conversion.convert",
     "ConvertOptions": "zloader.conversion.writing.encode",
+    "CsrRows": "zloader.training.csr_rows",
     "Dataset": "zloader.dataset.dataset",
     "FetchOptions": "zloader.common.options",
     "Indexed": "zloader.dataset.indexing",

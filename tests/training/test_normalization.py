@@ -11,7 +11,7 @@ from helpers import counts
 
 import zloader as zl
 from zloader.common.errors import OptionError
-from zloader.training.minibatch import silence_sparse_warnings
+from zloader.training.tensors import silence_sparse_warnings
 
 silence_sparse_warnings()
 COUNTS = counts(60, 31).X

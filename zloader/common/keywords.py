@@ -46,7 +46,7 @@ _OF_OTHER_LOADERS = {
     "generator": "seed decides the order",
     "rng": "seed, a whole number, decides the order",
     "return_index": "every minibatch has its row numbers, minibatch.index",
-    "to": "minibatches hold torch tensors; layout is 'csr' or 'dense'",
+    "to": "framework is 'torch', 'numpy' or 'jax'; layout is 'csr' or 'dense'",
     "preload_to_gpu": "device='cuda' sends minibatches ahead",
     "fetch_callback": _OWN_READS,
     "batch_callback": _OWN_READS,

@@ -7,7 +7,7 @@ import threading
 import zlib
 from typing import Any, TypeAlias
 
-import torch
+import numpy as np
 
 from zloader.common.errors import OptionError
 from zloader.order.resume import MAX_STRETCHES, Position, Stretch
@@ -21,35 +21,42 @@ Ticket: TypeAlias = tuple[int, int]  # of an iteration: its process, and its num
 class EpochCount:
     """Gives each iteration its epoch: one more than the last iteration in any process.
 
-    The count is in shared memory, so that this process and the DataLoader workers of all iterations agree.
+    The count is in shared memory if there may be iterations `in_workers`, so that this process and the DataLoader
+    workers of all iterations agree.
     """
 
-    def __init__(self) -> None:
-        # The epoch of the first iteration counted; then one word and one process id for this process and for each
-        # worker number. The low bits of a word hold the number of epochs started so far. Its high bits hold a key that
-        # all workers of an iteration share. Both are stored in one write, so workers that start together agree.
-        self._first = torch.zeros(1, dtype=torch.int64)
-        self._words = torch.zeros(1 + _MAX_WORKERS, dtype=torch.int64)
-        self._pids = torch.zeros(1 + _MAX_WORKERS, dtype=torch.int64)
-        # The part of the first epoch already received: the numbers of each Stretch, flattened.
-        self._stretches = torch.zeros(_NUMBERS * MAX_STRETCHES, dtype=torch.int64)
+    def __init__(self, *, in_workers: bool) -> None:
+        length = 1 + 2 * (1 + _MAX_WORKERS) + _NUMBERS * MAX_STRETCHES
+        if in_workers:
+            import torch
+
+            self._memory: Any = torch.zeros(length, dtype=torch.int64)  # whose pickles in other processes share it
+        else:
+            self._memory = np.zeros(length, np.int64)
         self._iterations = 0  # in this process
         self._share()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_last")}
+        return {"_memory": self._memory, "_iterations": self._iterations}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._share()
 
     def _share(self) -> None:
-        """Moves tensors to shared memory. Copies and ordinary pickles get tensors of their own and count separately."""
+        """Moves a tensor to shared memory. Copies and ordinary pickles get memory of their own and count separately."""
         # Reentrant, because garbage collection may drop an iterator on a thread that is just beginning another.
         self._lock = threading.RLock()
         self._last: Ticket | None = None  # of the iteration that began last; None after a restart
-        for tensor in (self._first, self._words, self._pids, self._stretches):
-            tensor.share_memory_()  # type: ignore[no-untyped-call]
+        numbers = self._memory
+        if not isinstance(numbers, np.ndarray):
+            numbers = numbers.share_memory_().numpy()
+        # The epoch of the first iteration counted; then one word and one process id for this process and for each
+        # worker number. The low bits of a word hold the number of epochs started so far. Its high bits hold a key that
+        # all workers of an iteration share. Both are stored in one write, so workers that start together agree. Then
+        # the part of the first epoch already received: the numbers of each Stretch, flattened.
+        ends = np.cumsum([1, 1 + _MAX_WORKERS, 1 + _MAX_WORKERS])
+        self._first, self._words, self._pids, self._stretches = np.split(numbers, ends)
 
     def restart(self, position: Position) -> None:
         """Makes the next iteration start at `position`."""
@@ -58,9 +65,9 @@ class EpochCount:
         flat = [number for stretch in position.stretches for number in stretch]
         with self._lock:
             # One write, because workers that get the same position later may already be reading.
-            self._stretches.copy_(torch.tensor(flat + [0] * (_NUMBERS * MAX_STRETCHES - len(flat))))
+            self._stretches[:] = flat + [0] * (_NUMBERS * MAX_STRETCHES - len(flat))
             self._first[0] = position.epoch
-            self._words.zero_()
+            self._words[:] = 0
             self._last = None
 
     def give_back(self, ticket: Ticket) -> None:
@@ -89,7 +96,7 @@ class EpochCount:
         epoch = int(self._first[0]) + begun - 1
         if begun > 1:
             return Position(epoch=epoch)
-        stretches = [Stretch(*each) for each in self._stretches.view(-1, _NUMBERS).tolist() if each[0]]
+        stretches = [Stretch(*each) for each in self._stretches.reshape(-1, _NUMBERS).tolist() if each[0]]
         return Position(epoch=epoch, stretches=tuple(stretches))
 
     def begin(self, worker: Any) -> tuple[Position, Ticket]:

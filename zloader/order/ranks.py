@@ -6,10 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-import torch.distributed
-
 from zloader.common.checks import require_count, require_one_of, require_whole
 from zloader.common.errors import OptionError
+from zloader.common.loaded import rank_and_world_size
 from zloader.order.draws import Draws
 from zloader.order.parts import DealtParts
 from zloader.order.sampling import Sampling
@@ -63,10 +62,12 @@ def placement_of(
     local_world_size: int | None,
     parts: int | None = None,
     redeal: float = 0.0,
+    *,
+    framework: str = "torch",
 ) -> RankPlacement:
-    """The rank from the arguments, torch.distributed or the environment; with "machine", the machines and parts."""
+    """The rank from the arguments, the framework or the environment; with "machine", the machines and parts."""
     require_one_of(["global", "machine"], locality=locality)
-    rank, world_size = _rank_and_world_size(rank, world_size)
+    rank, world_size = _rank_and_world_size(rank, world_size, framework)
     if locality == "global":
         if parts is not None or redeal:
             raise OptionError("parts and redeal are for locality='machine': give that, too, or leave them out")
@@ -98,13 +99,14 @@ def placement_of(
     return RankPlacement(rank=rank, world_size=world_size, machines=machines, parts=int(n_parts), redeal=float(redeal))
 
 
-def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _rank_and_world_size(rank: int | None, world_size: int | None, framework: str) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise OptionError("give rank and world_size together, or neither")
     if rank is not None and world_size is not None:
         return rank, world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    initialised = rank_and_world_size(framework)
+    if initialised is not None:
+        return initialised
     rank, world_size = _variable("RANK"), _variable("WORLD_SIZE")
     if rank is None and world_size in (None, 1):
         return 0, 1

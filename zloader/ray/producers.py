@@ -33,8 +33,8 @@ from zloader.reading.matrix_rows import held_share
 from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.training.loader import Loader
-from zloader.training.minibatch import silence_sparse_warnings
 from zloader.training.own_transforms import Transformed
+from zloader.training.tensors import silence_sparse_warnings
 
 _MOST_BYTES = 1 << 20  # of a pickled error
 _MOST_TEXT = 10_000  # characters

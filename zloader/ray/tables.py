@@ -14,7 +14,7 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.records import CsrArrays, MinibatchArrays
-from zloader.training.minibatch import silence_sparse_warnings
+from zloader.training.tensors import silence_sparse_warnings
 
 _MOST_VALUES = np.iinfo(np.int32).max  # in a column of lists
 

@@ -11,6 +11,7 @@ bfloat16, so its arrays hold the bits as uint16, the upper half of a float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -44,6 +45,7 @@ from zloader.storage.coded_rows import Views
 Empty = Callable[[int, np.dtype[Any]], NDArray[Any]]  # makes an array of a length and a dtype, with any contents
 _MOST_INT32 = np.iinfo(np.int32).max
 HALVES = ("float16", "bfloat16")
+_ALIGNED = 64  # bytes
 
 
 def indptr_of(lengths: Rows) -> Rows:
@@ -193,6 +195,15 @@ def csr_rows(
     return CsrArrays(indptr=indptr.astype(index_dtype), indices=indices, values=values, n_genes=n_genes)
 
 
+def aligned(make: Callable[..., NDArray[Any]], shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """An array that `np.empty` or `np.zeros` makes, from a multiple of 64 bytes on, as JAX needs it to share it."""
+    n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = make(n_bytes + _ALIGNED, np.uint8)
+    first = -memory.ctypes.data % _ALIGNED
+    out: NDArray[Any] = memory[first : first + n_bytes].view(dtype).reshape(shape)
+    return out
+
+
 def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> NDArray[Any]:
     """A dense minibatch (`n_rows` x genes). If a gene occurs twice in a CSR row, its values are summed.
 
@@ -202,7 +213,7 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
     parts = [widened(part) for part in parts]
     gathering = gathering_dtype(dtype, [part.values.dtype for part in parts])
     filled = all(part.genes is None for part in parts) and sum(len(part.lengths) for part in parts) == n_rows
-    out = (np.empty if filled else np.zeros)((n_rows, n_genes), gathering)
+    out = aligned(np.empty if filled else np.zeros, (n_rows, n_genes), gathering)
     for part in parts:
         to, limits = np.arange(n_rows)[part.at], limits_of(part.values.dtype, dtype)
         if part.coded is not None:

@@ -10,10 +10,10 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from zloader.common.checks import names_of, one_or_more, require_flag, require_one_of
 from zloader.common.compiled import load_compiler
@@ -33,12 +33,15 @@ from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, GenesOf
-from zloader.training.delivery import LentMemory
-from zloader.training.devices import Device, usable_device
-from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
+from zloader.training.chosen_framework import framework_of
+from zloader.training.frameworks import Framework
+from zloader.training.minibatch import Minibatch, as_minibatch, usable_dtype
 from zloader.training.own_transforms import Convert, OwnTransforms
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.transform import Transforms, transforms_of
+
+if TYPE_CHECKING:
+    from zloader.training.delivery import LentMemory
 
 LAYOUTS = ("csr", "dense", "packed", "scipy", "anndata")
 
@@ -47,29 +50,38 @@ LAYOUTS = ("csr", "dense", "packed", "scipy", "anndata")
 class XForm:
     """The form in which minibatches have x, and where they arrive. `dtype` is None for the stored ones."""
 
+    framework: Framework
     layout: str
     dtype: str | None
-    device: str | Device | None
+    device: Any
 
     @classmethod
-    def of(cls, layout: str, dtype: Any, device: Any) -> XForm:
+    def of(cls, framework: str, layout: str, dtype: Any, device: Any) -> XForm:
         """The form of these options of a Loader. Raises OptionError."""
         require_one_of(LAYOUTS, layout=layout)
-        return cls(layout=layout, dtype=usable_dtype(dtype, layout), device=usable_device(device, layout))
+        made = framework_of(framework)
+        name = usable_dtype(dtype, layout)
+        made.require_dtype(name)
+        return cls(framework=made, layout=layout, dtype=name, device=made.usable_device(device, layout))
+
+    @property
+    def delivered(self) -> bool:
+        """Whether a thread sends minibatches to the device ahead. x takes its layout there."""
+        return self.device is not None and self.framework.name == "torch"
 
     def gathered(self, lent: LentMemory | None) -> Form:
         """How x is gathered, for a device in its `lent` memory."""
         return Form(
             dense=self.layout == "dense",
             dtype=self.dtype,
-            narrow=self.layout == "packed" or self.device is not None,
+            narrow=self.layout == "packed" or self.delivered,
             empty=np.empty if lent is None else lent.empty,
         )
 
     @property
     def gathered_layout(self) -> str:
         """The layout in which minibatches leave the host. A device gives x its layout later."""
-        return self.layout if self.device is None else "packed"
+        return "packed" if self.delivered else self.layout
 
 
 @dataclass(kw_only=True, eq=False)
@@ -154,7 +166,7 @@ class Contents:
     def __post_init__(self) -> None:
         self.x.require_x(self.form.layout)
         _import_before_fork(self.form.layout)
-        silence_sparse_warnings()
+        self.form.framework.prepare()
         self.rows.require_in(self.dataset)
         self._genes = self.x.chosen(self.dataset)
         self.tokenizer = bound_tokenizer(self.x.tokens, self.dataset, self._genes, self.form.layout)
@@ -185,10 +197,12 @@ class Contents:
             )
 
     def converter(self) -> Convert:
-        """Makes tensors of the arrays of a minibatch, without sets and companions."""
+        """Makes arrays of the framework of the arrays of a minibatch, without sets and companions."""
         framed = self.x.names if self.form.layout == "anndata" else []
         var = {name: self.dataset.matrices.var_of(name, self._genes.get(name)) for name in framed}
-        return functools.partial(as_minibatch, self.dataset, self.x.x, self.form.gathered_layout, var)
+        return functools.partial(
+            as_minibatch, self.dataset, self.x.x, self.form.framework, self.form.gathered_layout, var
+        )
 
     def recipe(
         self,
@@ -250,22 +264,26 @@ def bound_companions(
     )
 
 
-def with_sets(convert: Convert, dataset: Dataset, sampling: Sampling, companions: Companions | None) -> Convert:
-    """Makes what `convert` makes, with the companions, and with the sets of the sampling, if there are any."""
+def with_sets(contents: Contents, sampling: Sampling, companions: Companions | None) -> Convert:
+    """Makes the minibatches of `contents`, with the companions, and with the sets of the sampling, if there are any."""
     group = list(sampling.options.group) if isinstance(sampling, BoundCellSets) else []
+    convert = contents.converter()
     if not group and companions is None:
         return convert
-    return WithSets(convert=convert, dataset=dataset, companions=companions, group=group)
+    array = contents.form.framework.array
+    return WithSets(convert=convert, array=array, dataset=contents.dataset, companions=companions, group=group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithSets:
     """Makes minibatches of arrays, whose rows are followed by their companions.
 
-    `convert` makes a minibatch without companions and sets. Sets agree in the obs columns `group` of `dataset`.
+    `convert` makes a minibatch without companions and sets, and `array` an array of its framework. Sets agree in the
+    obs columns `group` of `dataset`.
     """
 
     convert: Callable[[MinibatchArrays], Minibatch]
+    array: Callable[[NDArray[Any]], Any]
     dataset: Dataset
     companions: Companions | None
     group: Sequence[str]
@@ -285,7 +303,7 @@ class WithSets:
         sets = arrays.sets - arrays.sets[0]
         first = arrays.index[np.flatnonzero(np.diff(sets, prepend=-1))]
         group = {name: column.labels_of(first) for name, column in self._columns.items()}
-        return replace(minibatch, set_of_row=torch.from_numpy(sets), group=group)
+        return replace(minibatch, set_of_row=self.array(sets), group=group)
 
     def _with(self, companions: Companions, arrays: MinibatchArrays) -> tuple[MinibatchArrays, dict[str, Any]]:
         """The rows without their companions, and the fields that these become."""
@@ -298,7 +316,7 @@ class WithSets:
         if companions.neighbors is not None:
             more["neighbors"] = self.convert(gather.cut(arrays, first, len(arrays.index)))
             weights = companions.neighbors.weights_of(arrays.index[:n_rows])
-            more["neighbor_weights"] = torch.from_numpy(weights)
+            more["neighbor_weights"] = self.array(weights)
         return gather.cut(arrays, 0, n_rows), more
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -11,10 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch.profiler
-import torch.utils.data
-
 from zloader.common.errors import ConcurrentUseError, OptionError
+from zloader.common.loaded import worker_info
 from zloader.common.records import Rows, Statistics
 from zloader.order.companions import Companions
 from zloader.order.epochs import EpochCount
@@ -80,12 +79,13 @@ class EpochRecord:
 class Progress:
     """How far a loader has come: which epoch comes next and where it begins, and the record of the one that began last.
 
-    Copies and pickles of a loader count their epochs for themselves, except in DataLoader workers (order/epochs.py).
+    Copies and pickles of a loader count their epochs for themselves, except `in_workers`, those of DataLoader
+    (order/epochs.py).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_workers: bool) -> None:
         self.record = EpochRecord(epoch=0)  # of the epoch that statistics describes
-        self._epochs = EpochCount()
+        self._epochs = EpochCount(in_workers=in_workers)
         self._worker_position: Position | None = None  # where this DataLoader worker, one of several, begins next
         self._current: EpochRecord | None = None  # of the epoch that a state describes; None before it begins
         self._beginning: Position | None = None  # of an epoch that has been counted, while it has no record yet
@@ -102,7 +102,7 @@ class Progress:
 
     def position(self, unused: int) -> Position:
         """The consumer's position, before the last `unused` minibatches that it has received. Raises OptionError."""
-        worker = torch.utils.data.get_worker_info()
+        worker = worker_info()
         if worker is None and self._epochs.left_to_workers:
             raise OptionError(
                 "DataLoader workers iterate, and this process does not know how many minibatches they have yielded: "
@@ -161,7 +161,8 @@ class RunningEpoch:
 def _next_of(bridge: Bridge[Any]) -> Any:
     """The next item. In the records of torch.profiler, the range `zloader.wait` is the wait for it."""
     # Asking takes 0.2 us. record_function takes tens of them, also if nothing records.
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    torch: Any = sys.modules.get("torch.profiler") and sys.modules["torch"]
+    if torch is None or not torch.autograd._profiler_enabled():
         return next(bridge)
     with torch.profiler.record_function("zloader.wait"):
         return next(bridge)
@@ -251,7 +252,7 @@ class EpochIterator(Iterator[Minibatch]):
 
         If the saved iterator was at its end, this one ends too, and the loader's state describes the next epoch.
         """
-        if state["finished"] and torch.utils.data.get_worker_info() is None:
+        if state["finished"] and worker_info() is None:
             self.close()
 
     def __reduce__(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The Loader wires plan -> fetch -> minibatch -> tensors, visibly, in one function: `Loader._run`."""
+"""The Loader wires plan -> fetch -> minibatch -> arrays of a framework, visibly, in one function: `Loader._run`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
-import torch.utils.data
 
 from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
+from zloader.common.loaded import worker_info
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
 from zloader.common.records import Statistics
@@ -33,12 +33,10 @@ from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.selecting.genes import GenesOf
 from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_companions, with_sets
-from zloader.training.delivery import Delivered, Delivery, LentMemory, deliver
-from zloader.training.devices import Device, opened
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
-from zloader.training.minibatch import Minibatch, silence_sparse_warnings
+from zloader.training.minibatch import Minibatch
+from zloader.training.of_framework import OfFramework
 from zloader.training.own_transforms import Convert, OwnTransforms, Transformed
-from zloader.training.packed import Dtype
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
 
@@ -46,9 +44,17 @@ __all__ = ["Loader", "Minibatch"]
 
 log = logging.getLogger("zloader")
 
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+    from zloader.training.delivery import LentMemory
+    from zloader.training.devices import Device
+    from zloader.training.packed import Dtype
+
 
 @dataclass(eq=False, repr=False)
-class Loader(torch.utils.data.IterableDataset[Minibatch]):
+class Loader(OfFramework):
     """Yields shuffled minibatches of a dataset. Each iteration is one epoch, and the first is epoch 0.
 
     >>> import zloader as zl
@@ -102,12 +108,16 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         fetch_transform: a function of your own from some minibatches, as one Minibatch, to one with the same rows.
         batch_transform: a function of your own that gets each Minibatch. The loader yields what it returns. Both run
             after `transforms`, in several threads at once.
+        framework: whose arrays minibatches hold: `"torch"`, `"numpy"` or `"jax"`. With the last two, torch is not
+            imported, and x is a zl.CsrRows with layout csr or packed. A DataLoader needs torch.
         device: where minibatches arrive: `"cuda"`, `"cuda:1"`, `"xpu"`, `"mps"`, or a torch.device. The next ones are
             on the device before they are asked for. Needs layout csr, dense or packed. Default: the memory of the host.
+            With framework jax: a jax.Device, or a jax.sharding.Sharding that divides the rows.
         seed: decides every order and the draws of transforms. A whole number of at least 0.
         drop_last: whether to drop minibatches with fewer than `batch_size` rows.
         rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
-            if it is initialised, else from RANK and WORLD_SIZE in the environment, else 0 and 1.
+            (framework jax: jax.distributed) if it is initialised, else from RANK and WORLD_SIZE in the environment,
+            else 0 and 1.
         remainder: `"keep"` for smaller minibatches at the end, or `"pad"` to fill them with rows that come again.
         locality: `"global"`, or `"machine"` to give the ranks of each machine the same part of the rows in every epoch,
             which its mirror then holds, and its minibatches mix. A part has regions from all over the dataset.
@@ -141,7 +151,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     transforms: Transforms = field(default=(), repr=False)
     fetch_transform: Callable[[Minibatch], Minibatch] | None = None
     batch_transform: Callable[[Minibatch], Any] | None = None
-    device: str | torch.device | Device | None = None
+    framework: Literal["torch", "numpy", "jax"] = "torch"
+    device: str | torch.device | Device | jax.Device | jax.sharding.Sharding | None = None
     seed: int = 0
     drop_last: bool = False
     rank: int | None = None
@@ -159,7 +170,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
         own = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
-        form = XForm.of(self.layout, self.dtype, self.device)
+        form = XForm.of(self.framework, self.layout, self.dtype, self.device)
         rows = RowParts(obs=self.obs, obsm=self.obsm, obs_names=self.obs_names)
         x = XParts(x=self.x, genes=self.genes, tokens=self.tokens, transforms=self.transforms)
         self._contents = Contents(dataset=self.dataset, form=form, rows=rows, x=x, own=own)
@@ -170,10 +181,12 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             self._wanted_sampling, dataset=self.dataset, fetch_rows=fetch_rows, batch_size=self.batch_size
         )
         self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._sampling, own)
-        self._progress = Progress()
+        form.framework.require_even(self.device, self.batch_size, full=self.drop_last or self.remainder == "pad")
+        self._progress = Progress(in_workers=self.framework == "torch")
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
+        self.become_dataset()
 
     def __repr__(self) -> str:
         """One line: the dataset, the size of minibatches, and the options that differ from their defaults."""
@@ -225,9 +238,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         )
 
     def _placement(self) -> RankPlacement:
-        if self._pickled_placement is not None and torch.utils.data.get_worker_info() is not None:
+        if self._pickled_placement is not None and worker_info() is not None:
             return self._pickled_placement  # torch.distributed is initialised in the rank, not in its workers
-        return placement_of(self.rank, self.world_size, self.locality, self.local_world_size, self.parts, self.redeal)
+        given = (self.rank, self.world_size, self.locality, self.local_world_size, self.parts, self.redeal)
+        return placement_of(*given, framework=self.framework)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pickled_placement": self._placement()}
@@ -254,7 +268,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
         Raises OptionError, naming the difference, if the state belongs to other data or options.
         """
-        worker = torch.utils.data.get_worker_info()
+        worker = worker_info()
         position = position_of(state, self._identity)
         plan = self.plan(position.epoch)
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -307,7 +321,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         return EpochIterator(functools.partial(self._begin, start))
 
     def _begin(self, start: StartWork) -> RunningEpoch:
-        worker = torch.utils.data.get_worker_info()
+        worker = worker_info()
         position, uncount = self._progress.begin(worker)
         try:
             return self._run(position, worker, uncount, start)
@@ -316,8 +330,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             raise
 
     def _run(self, position: Position, worker: Any, uncount: Callable[[], None], start: StartWork) -> RunningEpoch:
-        """Wires plan -> fetch -> minibatch -> tensors."""
-        device = None if self.device is None else opened(self.device)
+        """Wires plan -> fetch -> minibatch -> arrays of the framework."""
+        form = self._contents.form
+        lent = _lent_by(self.device) if self.device is not None and self.framework == "torch" else None
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         whole = self.plan(position.epoch)
         plan, done = resumed(whole, position.stretches)
@@ -335,23 +350,25 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
         # A function of the user's own gets minibatches from the recipe, which converts them.
         convert: Callable[[Any], Any] = Transformed.yielded if self._contents.own else self._converter()
-        lent = None if device is None else LentMemory(device)
         sweeping = whole.swept_rows if n_workers == 1 and not position.stretches else 0
         work = EpochWork(
             plan=plan,
             remaining=plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip),
             recipe=functools.partial(self.recipe, plan.epoch, lent, sweeping=sweeping),
         )
-        silence_sparse_warnings()
+        form.framework.prepare()
         if self.options.tune_malloc:
             keep_freed_memory()
         urls = [store.location.url for store in self.dataset.stores]  # the dataset's repr might read from the store
         message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
         bridge, record.counters = start(work)
-        if device is None or lent is None:
+        if lent is None:
+            convert = functools.partial(_finished, form, convert)
             return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
-        delivery = Delivery(layout=self.layout, dtype=self._contents.form.dtype)
+        from zloader.training.delivery import Delivered, Delivery, deliver
+
+        delivery = Delivery(layout=self.layout, dtype=form.dtype)
         delivered = deliver(bridge, lent, delivery, convert, self.options.ready_bytes)
         return RunningEpoch(bridge=delivered, record=record, convert=Delivered.taken, uncount=uncount)
 
@@ -361,9 +378,23 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         return scheduler.start(map(work.plan.rest_of, work.remaining), name="zloader-fetch"), scheduler.counters
 
     def _converter(self) -> Convert:
-        """Makes tensors of arrays, with sets and companions."""
-        return with_sets(self._contents.converter(), self.dataset, self._sampling, self._companions)
+        """Makes arrays of the framework, with sets and companions."""
+        return with_sets(self._contents, self._sampling, self._companions)
 
     def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0) -> Recipe:
         """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
         return self._contents.recipe(epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping)
+
+
+def _finished(form: XForm, convert: Callable[[Any], Any], item: Any) -> Any:
+    """What the consumer gets for an item of the bridge. A batch_transform may have returned anything."""
+    made = convert(item)
+    return form.framework.finished(made, form.device) if isinstance(made, Minibatch) else made
+
+
+def _lent_by(device: Any) -> LentMemory:
+    """The memory of a device of torch in which an epoch is gathered."""
+    from zloader.training.delivery import LentMemory
+    from zloader.training.devices import opened
+
+    return LentMemory(opened(device))

@@ -1,11 +1,8 @@
-"""A minibatch as torch tensors, as the training loop receives it."""
+"""A minibatch as arrays of a framework, as the training loop receives it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import warnings
 from abc import ABCMeta
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
@@ -13,26 +10,25 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pandas as pd
-import torch
 from numpy.typing import NDArray
 
 from zloader.common.checks import name_of_dtype
 from zloader.common.errors import MissingColumnError, OptionError
+from zloader.common.loaded import is_array, is_sparse, is_tensor
 from zloader.common.messages import listed, suggestion
-from zloader.common.records import CsrArrays, MinibatchArrays, TokenArrays, X
+from zloader.common.records import MinibatchArrays, TokenArrays
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.in_memory import as_scipy
 from zloader.reading.gather import HALVES
-from zloader.training.packed import PackedRows
+from zloader.training.frameworks import Framework
 from zloader.training.tokens import Tokens
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 if TYPE_CHECKING:
-    import scipy.sparse
+    import torch
 
 
-class ByName(dict[str, torch.Tensor]):
+class ByName(dict[str, Any]):
     """Tensors of obs columns or obsm arrays. A name that was not loaded raises MissingColumnError."""
 
     def __missing__(self, name: Any) -> NoReturn:
@@ -52,7 +48,9 @@ class _FromParts(ABCMeta):
 # Not frozen, because Lightning's precisions such as bf16-true put converted tensors into a copy.
 @dataclass(kw_only=True, eq=False, repr=False)
 class Minibatch(Mapping[str, Any], metaclass=_FromParts):
-    """The rows of one training step. All fields have the same row order, and `len()` is the number of rows.
+    """The rows of one training step, as tensors, or as the arrays of the loader's `framework`.
+
+    All fields have the same row order, and `len()` is the number of rows.
 
     >>> import zloader as zl
     >>> minibatch = next(iter(zl.Loader(zl.open_dataset("cells.zarr"), batch_size=8, obs=["cell_type"])))
@@ -62,7 +60,7 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     Attributes:
         x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor,
             a PackedRows, a SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x.
-            If the loader has a list of matrices, a dict with one such x for each name.
+            CsrRows with another framework. If the loader has a list of matrices, a dict with one such x for each name.
         obs: a tensor of one value per row for each column. Categories and strings are int64 codes, -1 where a value is
             missing; numbers have their stored dtype; dates are int64. `loader.labels` says what they mean.
         obsm: a tensor of rows x dims for each name, in its stored dtype.
@@ -84,7 +82,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     A Minibatch is also a read-only Mapping of its fields, as the libraries of Hugging Face need it: `minibatch["x"]`,
     `model(**minibatch)`. Fields that are None are left out. obs columns are no keys of their own:
     `minibatch["obs"]["cell_type"]`. `len()` counts rows even so, and `len(minibatch.keys())` counts the fields. A
-    minibatch is equal to itself only, like a tensor that is used as a key.
+    minibatch is equal to itself only, like a tensor that is used as a key. With framework jax it is a pytree, without
+    its names and labels.
 
     >>> list(minibatch)
     ['row', 'index', 'x', 'obs', 'obsm']
@@ -149,11 +148,20 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Minibatch:
         """A copy on the device. x must be a tensor, a PackedRows or None."""
-        return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._tensors().each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Minibatch:
         """A copy in page-locked memory, as DataLoader needs it. x must be a tensor, a PackedRows or None."""
-        return self.each(_pinned)
+        return self._tensors().each(_pinned)
+
+    def _tensors(self) -> Minibatch:
+        """The minibatch. Raises OptionError unless it has tensors."""
+        if is_tensor(self.index):
+            return self
+        raise OptionError(
+            f"a minibatch of {type(self.index).__name__} has no tensors to move: load with framework='torch', or with "
+            "framework='jax' and device=... for a device of JAX"
+        )
 
     def each(self, function: Any) -> Minibatch:
         """The minibatch with a function applied to each tensor, and to x as a whole, which may be a PackedRows."""
@@ -187,53 +195,42 @@ def _shown(value: Any) -> str:
         value = {name: each for name, each in vars(value).items() if each is not None}
     if isinstance(value, dict):
         return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
-    if not isinstance(value, torch.Tensor | np.ndarray):
+    if not is_array(value):
         return " ".join(repr(value).split())
     words = [str(value.dtype), "x".join(map(str, value.shape))]
-    if isinstance(value, torch.Tensor):
-        words += [] if value.layout == torch.strided else [str(value.layout)]
+    if is_tensor(value):
+        words += [str(value.layout)] if is_sparse(value) else []
         words += [] if value.device.type == "cpu" else [f"on {value.device}"]
     return " ".join(words).replace("torch.", "")
-
-
-def _refuse_to_collate(minibatches: list[Minibatch], *, collate_fn_map: Any = None) -> NoReturn:
-    raise OptionError(
-        "a zl.Loader yields whole minibatches, and this DataLoader would batch them again: write "
-        "DataLoader(loader, batch_size=None), and set the rows per minibatch with zl.Loader(batch_size=...)"
-    )
-
-
-# DataLoader looks up in this table how to collate Minibatches into a batch. The table is private to torch. A version
-# of torch without it raises its own TypeError instead.
-with contextlib.suppress(ImportError):
-    from torch.utils.data._utils.collate import default_collate_fn_map
-
-    default_collate_fn_map[Minibatch] = _refuse_to_collate
 
 
 def as_minibatch(
     dataset: Dataset,
     x: str | Sequence[str] | None,
+    framework: Framework,
     layout: str,
     var: Mapping[str, pd.DataFrame],
     arrays: MinibatchArrays,
 ) -> Minibatch:
-    """A minibatch with `x` as a Loader takes it. `var` has the var frame of each matrix, for layout anndata."""
+    """A minibatch of arrays of a framework, with `x` as a Loader takes it.
+
+    `var` has the var frame of each matrix, for layout anndata.
+    """
     made = {
-        name: dataset.to_anndata(arrays, name, var[name]) if name in var else _as_layout(layout, matrix)
+        name: dataset.to_anndata(arrays, name, var[name]) if name in var else framework.x(layout, matrix)
         for name, matrix in arrays.x.items()
     }
-    index = torch.from_numpy(arrays.index)
+    index = framework.array(arrays.index)
     row = dataset.positions(arrays.index)
     return Minibatch(
         x=None if x is None else made[x] if isinstance(x, str) else made,
-        obs=ByName((name, torch.from_numpy(column)) for name, column in arrays.obs.items()),
-        obsm=ByName((name, torch.from_numpy(array)) for name, array in arrays.obsm.items()),
-        row=index if row is arrays.index else torch.from_numpy(row),
+        obs=ByName((name, framework.array(column)) for name, column in arrays.obs.items()),
+        obsm=ByName((name, framework.array(array)) for name, array in arrays.obsm.items()),
+        row=index if row is arrays.index else framework.array(row),
         index=index,
         obs_names=arrays.names,
-        present={name: torch.from_numpy(has) for name, has in arrays.present.items()} or None,
-        tokens=Tokens.of(arrays.tokens) if isinstance(arrays.tokens, TokenArrays) else None,
+        present={name: framework.array(has) for name, has in arrays.present.items()} or None,
+        tokens=Tokens.of(arrays.tokens, framework.array) if isinstance(arrays.tokens, TokenArrays) else None,
     )
 
 
@@ -255,15 +252,11 @@ def usable_dtype(dtype: Any, layout: str) -> str | None:
     return name
 
 
-def _tensor(values: NDArray[Any]) -> torch.Tensor:
-    if values.dtype == np.uint16:  # the bits of bfloat16
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
-
-
 def _pinned(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_csr:
+    if not is_sparse(tensor):
         return tensor.pin_memory()
+    import torch
+
     return torch.sparse_csr_tensor(  # of parts, because torch before 2.5 does not pin them as one
         tensor.crow_indices().pin_memory(),
         tensor.col_indices().pin_memory(),
@@ -271,32 +264,3 @@ def _pinned(tensor: Any) -> Any:
         size=tensor.shape,
         check_invariants=False,
     )
-
-
-def _as_layout(layout: str, x: X) -> torch.Tensor | PackedRows | scipy.sparse.csr_matrix:
-    if layout == "packed":
-        if not isinstance(x, CsrArrays):
-            return torch.from_numpy(x)
-        return PackedRows(
-            torch.from_numpy(x.indptr), torch.from_numpy(x.indices), torch.from_numpy(x.values), x.n_genes
-        )
-    if not isinstance(x, CsrArrays):
-        return _tensor(x)
-    if layout == "scipy":
-        return as_scipy(x)
-    return torch.sparse_csr_tensor(
-        torch.from_numpy(x.indptr),
-        torch.from_numpy(x.indices),
-        _tensor(x.values),
-        size=(len(x.indptr) - 1, x.n_genes),
-        check_invariants=False,  # the gather ensures them, and checking costs more than gathering
-    )
-
-
-@functools.cache
-def silence_sparse_warnings() -> None:
-    """Triggers, unseen, torch's once-per-process warnings about sparse CSR, because users can do nothing about them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        empty = torch.zeros(1, dtype=torch.int64)
-        torch.sparse_csr_tensor(empty, empty[:0], empty[:0], size=(0, 0))

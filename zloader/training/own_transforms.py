@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from zloader.common.errors import OptionError
+from zloader.common.loaded import is_array, is_sparse, is_tensor
 from zloader.common.messages import listed
 from zloader.common.records import MinibatchArrays, Rows
 from zloader.reading import gather
@@ -111,7 +111,7 @@ def _checked(function: Callable[[Minibatch], Any], made: Any, index: Rows) -> Mi
     rows = f"{len(index)} rows of the dataset: {listed(index)}"
     if not isinstance(made, Minibatch):
         raise OptionError(f"{what} must return a zl.Minibatch, not {type(made).__name__}, for {rows}")
-    if not np.array_equal(torch.as_tensor(made.index).cpu(), index):
+    if not np.array_equal(np.asarray(made.index.cpu() if is_tensor(made.index) else made.index), index):
         raise OptionError(
             f"{what} changed the number or the order of the rows, which fetch_transform must not do, for {rows}. "
             "Change them in batch_transform, whose result the loader yields as it is"
@@ -136,9 +136,11 @@ def _cut(rows: Any, first: int, last: int) -> Any:
         return None
     if isinstance(rows, dict):
         return {name: _cut(each, first, last) for name, each in rows.items()}
-    if not isinstance(rows, torch.Tensor) or rows.layout != torch.sparse_csr:
+    if not is_sparse(rows):
         cut = rows[first:last]
         return cut.copy() if getattr(cut, "is_view", False) is True else cut  # an AnnData of its own
+    import torch
+
     starts = rows.crow_indices()[first : last + 1]
     begin, end = int(starts[0]), int(starts[-1])
     return torch.sparse_csr_tensor(
@@ -152,12 +154,10 @@ def _cut(rows: Any, first: int, last: int) -> Any:
 
 def _bytes_of(made: Any, depth: int = _DEPTH) -> int:
     """Bytes of the tensors and arrays in an object, as far as they can be found."""
-    if isinstance(made, torch.Tensor):
-        if made.layout == torch.sparse_csr:
-            return sum(part.nbytes for part in (made.crow_indices(), made.col_indices(), made.values()))
-        return 0 if made.layout != torch.strided else made.nbytes
-    if isinstance(made, np.ndarray):
-        return made.nbytes
+    if is_sparse(made):
+        return sum(part.nbytes for part in (made.crow_indices(), made.col_indices(), made.values()))
+    if is_array(made):
+        return 0 if is_tensor(made) and str(made.layout) != "torch.strided" else int(made.nbytes)
     if not depth or isinstance(made, str | bytes):
         return 0
     if is_dataclass(made):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 
 from zloader.common.checks import name_of_dtype
 from zloader.common.errors import OptionError
+from zloader.training.csr_rows import Padded
 
 # torch stores these dtypes and converts them, but computes with them on few devices.
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # it cannot pickle these
@@ -20,19 +21,6 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 _DTYPES = ("float16", "bfloat16", "float32", "float64", *_INTEGERS)
 
 Dtype: TypeAlias = str | torch.dtype | np.dtype[Any] | type
-
-
-class Padded(NamedTuple):
-    """Rows as tables of rows x length. Places beyond the end of a row have the gene `n_genes` and the value 0.
-
-    genes: int64. `torch.nn.Embedding(n_genes + 1, dim, padding_idx=n_genes)` takes them.
-    values: the value of each gene.
-    mask: bool, True for a value and False for padding.
-    """
-
-    genes: torch.Tensor
-    values: torch.Tensor
-    mask: torch.Tensor
 
 
 @dataclass(eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""Tokens as torch tensors, and the tokenizer of a Loader bound to the genes of its dataset."""
+"""Tokens as arrays of a framework, and the tokenizer of a Loader bound to the genes of its dataset."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
-import torch
 from numpy.typing import NDArray
 
 from zloader.common.errors import MissingColumnError, OptionError
@@ -22,6 +21,9 @@ from zloader.tokenizers.geneformer import Geneformer
 from zloader.tokenizers.scgpt import ScGPT
 from zloader.tokenizers.tokenizer import BoundTokenizer
 from zloader.tokenizers.vocabulary import GeneNames
+
+if TYPE_CHECKING:
+    import torch
 
 Tokenizer: TypeAlias = Geneformer | ScGPT
 
@@ -67,13 +69,11 @@ class Tokens:
         return iter(self.keys())
 
     @classmethod
-    def of(cls, arrays: TokenArrays) -> Tokens:
-        """The tensors of these arrays, which share their memory."""
+    def of(cls, arrays: TokenArrays, array: Callable[[NDArray[Any]], Any]) -> Tokens:
+        """The results of `array` for these arrays."""
         made = {each.name: getattr(arrays, each.name) for each in fields(cls)}
-        tensors: dict[str, Any] = {
-            name: None if array is None else torch.from_numpy(array) for name, array in made.items()
-        }
-        return cls(**tensors)
+        results: dict[str, Any] = {name: None if each is None else array(each) for name, each in made.items()}
+        return cls(**results)
 
     def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
         """The results of a function for all tensors."""

@@ -1,0 +1,86 @@
+"""Whose arrays minibatches hold: the port to NumPy, torch (tensors.py) and JAX (jax_arrays.py)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from zloader.common.errors import OptionError
+from zloader.common.records import CsrArrays, X
+from zloader.dataset.in_memory import as_scipy
+from zloader.training.csr_rows import CsrRows
+
+
+class Framework(ABC):
+    """Makes the arrays of minibatches of those that were gathered, and in their memory."""
+
+    name: str
+
+    @abstractmethod
+    def array(self, values: NDArray[Any]) -> Any:
+        """An array of one or several values per row."""
+
+    @abstractmethod
+    def dense(self, values: NDArray[Any]) -> Any:
+        """An array of values of x, where uint16 are the bits of bfloat16."""
+
+    @abstractmethod
+    def csr(self, x: CsrArrays, *, packed: bool) -> Any:
+        """x in CSR form. Unless it is `packed`, values of uint16 are the bits of bfloat16."""
+
+    @abstractmethod
+    def usable_device(self, device: Any, layout: str) -> Any:
+        """The device of a loader in its usual form; None for the usual place. Raises OptionError."""
+
+    def require_dtype(self, dtype: str | None) -> None:  # noqa: B027 - most take every dtype
+        """Raises OptionError if x cannot have a dtype."""
+
+    def require_even(self, device: Any, batch_size: int, *, full: bool) -> None:  # noqa: B027 - most take every number
+        """Raises OptionError unless minibatches can be divided over a device that is several.
+
+        `full` says that all of them have `batch_size` rows.
+        """
+
+    def prepare(self) -> None:  # noqa: B027 - most need nothing
+        """Called before minibatches are made in a process."""
+
+    def finished(self, minibatch: Any, device: Any) -> Any:
+        """A Minibatch as the consumer gets it, on a device. Called in its thread."""
+        return minibatch
+
+    def x(self, layout: str, x: X) -> Any:
+        """A matrix of a minibatch in its layout."""
+        if isinstance(x, CsrArrays):
+            return as_scipy(x) if layout == "scipy" else self.csr(x, packed=layout == "packed")
+        return self.array(x) if layout == "packed" else self.dense(x)
+
+
+@dataclass(frozen=True)
+class NumPy(Framework):
+    """The gathered arrays themselves."""
+
+    name: str = "numpy"
+
+    def array(self, values: NDArray[Any]) -> Any:
+        return values
+
+    def dense(self, values: NDArray[Any]) -> Any:
+        return values
+
+    def csr(self, x: CsrArrays, *, packed: bool) -> CsrRows:
+        values = x.values if packed else self.dense(x.values)
+        return CsrRows(x.indptr, x.indices, values, (len(x.indptr) - 1, x.n_genes))
+
+    def usable_device(self, device: Any, layout: str) -> Any:
+        if device is not None:
+            raise OptionError(
+                f"NumPy has no devices: leave device={device!r:.100} out, or take framework='torch' or 'jax'"
+            )
+        return None
+
+    def require_dtype(self, dtype: str | None) -> None:
+        if dtype == "bfloat16":
+            raise OptionError("NumPy has no bfloat16: take dtype='float16' or 'float32', or framework='jax'")

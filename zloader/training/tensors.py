@@ -1,0 +1,86 @@
+"""Minibatches of torch tensors, and the Loader as a dataset of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import warnings
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch.utils.data
+from numpy.typing import NDArray
+
+from zloader.common.errors import OptionError
+from zloader.common.records import CsrArrays
+from zloader.training.devices import usable_device
+from zloader.training.frameworks import Framework
+from zloader.training.minibatch import Minibatch
+from zloader.training.packed import PackedRows
+
+
+@dataclass(frozen=True)
+class Torch(Framework):
+    """Tensors that share the memory of the gathered arrays."""
+
+    name: str = "torch"
+
+    def array(self, values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values)
+
+    def dense(self, values: NDArray[Any]) -> torch.Tensor:
+        if values.dtype == np.uint16:  # the bits of bfloat16
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
+
+    def csr(self, x: CsrArrays, *, packed: bool) -> PackedRows | torch.Tensor:
+        indptr, indices = torch.from_numpy(x.indptr), torch.from_numpy(x.indices)
+        if packed:
+            return PackedRows(indptr, indices, torch.from_numpy(x.values), x.n_genes)
+        return torch.sparse_csr_tensor(
+            indptr,
+            indices,
+            self.dense(x.values),
+            size=(len(x.indptr) - 1, x.n_genes),
+            check_invariants=False,  # the gather ensures them, and checking costs more than gathering
+        )
+
+    def usable_device(self, device: Any, layout: str) -> Any:
+        return usable_device(device, layout)
+
+    def prepare(self) -> None:
+        silence_sparse_warnings()
+
+
+@functools.cache
+def silence_sparse_warnings() -> None:
+    """Triggers, unseen, torch's once-per-process warnings about sparse CSR, because users can do nothing about them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        empty = torch.zeros(1, dtype=torch.int64)
+        torch.sparse_csr_tensor(empty, empty[:0], empty[:0], size=(0, 0))
+
+
+@functools.cache
+def as_dataset(loader: type) -> type:
+    """A class of loaders, which is also a torch.utils.data.IterableDataset. It has the same name."""
+    same = {name: getattr(loader, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (loader, torch.utils.data.IterableDataset)
+    return types.new_class(loader.__name__, bases, {}, lambda names: names.update(same, without_torch=loader))
+
+
+def _refuse_to_collate(minibatches: list[Minibatch], *, collate_fn_map: Any = None) -> NoReturn:
+    raise OptionError(
+        "a zl.Loader yields whole minibatches, and this DataLoader would batch them again: write "
+        "DataLoader(loader, batch_size=None), and set the rows per minibatch with zl.Loader(batch_size=...)"
+    )
+
+
+# DataLoader looks up in this table how to collate Minibatches into a batch. The table is private to torch. A version
+# of torch without it raises its own TypeError instead.
+with contextlib.suppress(ImportError):
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    default_collate_fn_map[Minibatch] = _refuse_to_collate
