@@ -51,7 +51,6 @@ MAY_IMPORT = {
         "zloader.training.packed",
         "zloader.training.loader",
         "zloader.training.normalization",
-        "zloader.training.of_framework",
         "zloader.training.own_transforms",
         "zloader.training.tensors",
         "zloader.training.tokens",

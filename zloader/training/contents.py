@@ -69,6 +69,24 @@ class XForm:
         """Whether a thread sends minibatches to the device ahead. x takes its layout there."""
         return self.device is not None and self.framework.name == "torch"
 
+    def lent(self) -> LentMemory | None:
+        """The memory of the device in which an epoch is gathered, if minibatches are sent ahead."""
+        if not self.delivered:
+            return None
+        from zloader.training.delivery import LentMemory
+        from zloader.training.devices import opened
+
+        return LentMemory(opened(self.device))
+
+    def finishing(self, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Makes what `convert` makes, as the consumer gets it. A batch_transform may have returned anything."""
+
+        def finished(item: Any) -> Any:
+            made = convert(item)
+            return self.framework.finished(made, self.device) if isinstance(made, Minibatch) else made
+
+        return finished
+
     def gathered(self, lent: LentMemory | None) -> Form:
         """How x is gathered, for a device in its `lent` memory."""
         return Form(

@@ -44,6 +44,16 @@ class Framework(ABC):
         `full` says that all of them have `batch_size` rows.
         """
 
+    def adopt(self, loader: type) -> None:  # noqa: B027 - most ask nothing of a class
+        """Makes a class of loaders an iterable dataset of the framework."""
+
+    def require_workers(self) -> None:
+        """Raises OptionError unless the workers of a DataLoader can iterate: they share the count of epochs."""
+        raise OptionError(
+            f"framework={self.name!r} does not work in DataLoader workers: iterate over the loader itself, which reads "
+            "in threads of its own, or take framework='torch'"
+        )
+
     def prepare(self) -> None:  # noqa: B027 - most need nothing
         """Called before minibatches are made in a process."""
 

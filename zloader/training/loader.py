@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -35,7 +35,6 @@ from zloader.selecting.genes import GenesOf
 from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_companions, with_sets
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
 from zloader.training.minibatch import Minibatch
-from zloader.training.of_framework import OfFramework
 from zloader.training.own_transforms import Convert, OwnTransforms, Transformed
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
@@ -46,15 +45,19 @@ log = logging.getLogger("zloader")
 
 if TYPE_CHECKING:
     import jax
-    import torch
+    import torch.utils.data
 
     from zloader.training.delivery import LentMemory
     from zloader.training.devices import Device
     from zloader.training.packed import Dtype
 
+    _Dataset: TypeAlias = torch.utils.data.IterableDataset[Minibatch]
+else:
+    _Dataset = Iterable[Minibatch]  # for torch it becomes an IterableDataset when a loader is made
+
 
 @dataclass(eq=False, repr=False)
-class Loader(OfFramework):
+class Loader(_Dataset):
     """Yields shuffled minibatches of a dataset. Each iteration is one epoch, and the first is epoch 0.
 
     >>> import zloader as zl
@@ -186,7 +189,7 @@ class Loader(OfFramework):
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
-        self.become_dataset()
+        form.framework.adopt(type(self))
 
     def __repr__(self) -> str:
         """One line: the dataset, the size of minibatches, and the options that differ from their defaults."""
@@ -245,6 +248,10 @@ class Loader(OfFramework):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pickled_placement": self._placement()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._contents.form.framework.adopt(type(self))
 
     def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
         """The consumer's position, for `load_state_dict` of a loader with the same options.
@@ -322,6 +329,8 @@ class Loader(OfFramework):
 
     def _begin(self, start: StartWork) -> RunningEpoch:
         worker = worker_info()
+        if worker is not None:
+            self._contents.form.framework.require_workers()
         position, uncount = self._progress.begin(worker)
         try:
             return self._run(position, worker, uncount, start)
@@ -332,7 +341,7 @@ class Loader(OfFramework):
     def _run(self, position: Position, worker: Any, uncount: Callable[[], None], start: StartWork) -> RunningEpoch:
         """Wires plan -> fetch -> minibatch -> arrays of the framework."""
         form = self._contents.form
-        lent = _lent_by(self.device) if self.device is not None and self.framework == "torch" else None
+        lent = form.lent()
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         whole = self.plan(position.epoch)
         plan, done = resumed(whole, position.stretches)
@@ -364,8 +373,7 @@ class Loader(OfFramework):
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
         bridge, record.counters = start(work)
         if lent is None:
-            convert = functools.partial(_finished, form, convert)
-            return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
+            return RunningEpoch(bridge=bridge, record=record, convert=form.finishing(convert), uncount=uncount)
         from zloader.training.delivery import Delivered, Delivery, deliver
 
         delivery = Delivery(layout=self.layout, dtype=form.dtype)
@@ -384,17 +392,3 @@ class Loader(OfFramework):
     def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0) -> Recipe:
         """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
         return self._contents.recipe(epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping)
-
-
-def _finished(form: XForm, convert: Callable[[Any], Any], item: Any) -> Any:
-    """What the consumer gets for an item of the bridge. A batch_transform may have returned anything."""
-    made = convert(item)
-    return form.framework.finished(made, form.device) if isinstance(made, Minibatch) else made
-
-
-def _lent_by(device: Any) -> LentMemory:
-    """The memory of a device of torch in which an epoch is gathered."""
-    from zloader.training.delivery import LentMemory
-    from zloader.training.devices import opened
-
-    return LentMemory(opened(device))

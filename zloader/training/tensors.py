@@ -1,10 +1,9 @@
-"""Minibatches of torch tensors, and the Loader as a dataset of torch."""
+"""Minibatches of torch tensors, and what torch must know of the Loader and its minibatches."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import types
 import warnings
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -50,6 +49,12 @@ class Torch(Framework):
     def usable_device(self, device: Any, layout: str) -> Any:
         return usable_device(device, layout)
 
+    def adopt(self, loader: type) -> None:
+        torch.utils.data.IterableDataset.register(loader)  # it is no subclass, because it does not import torch
+
+    def require_workers(self) -> None:
+        pass
+
     def prepare(self) -> None:
         silence_sparse_warnings()
 
@@ -61,14 +66,6 @@ def silence_sparse_warnings() -> None:
         warnings.simplefilter("ignore", UserWarning)
         empty = torch.zeros(1, dtype=torch.int64)
         torch.sparse_csr_tensor(empty, empty[:0], empty[:0], size=(0, 0))
-
-
-@functools.cache
-def as_dataset(loader: type) -> type:
-    """A class of loaders, which is also a torch.utils.data.IterableDataset. It has the same name."""
-    same = {name: getattr(loader, name) for name in ("__module__", "__qualname__", "__doc__")}
-    bases = (loader, torch.utils.data.IterableDataset)
-    return types.new_class(loader.__name__, bases, {}, lambda names: names.update(same, without_torch=loader))
 
 
 def _refuse_to_collate(minibatches: list[Minibatch], *, collate_fn_map: Any = None) -> NoReturn:
