@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,18 +82,45 @@ class Member:
         """The share of each of these fetches that the mirrors of its machine hold."""
         self._require_reachable()
         with _translated(self):
-            shares: list[float] = await self.actor.held.remote(plan.number, plan.plan, list(coming))
+            shares: list[float] = await _Checked(self.actor.held.remote(plan.number, plan.plan, list(coming)), self)
         return shares
 
     async def ended(self) -> None:
         """Returns when the producer is dead."""
         try:
             while self.reachable:
-                await self.actor.answer.remote()
+                await _Checked(self.actor.answer.remote(), self)
                 await asyncio.sleep(_CHECK_S)
         except Exception as error:
             if self.reachable and not isinstance(error, _LOST):
                 raise
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What to await of Ray. Raises LostError instead of going on when Ray has been shut down meanwhile.
+
+    `ray.shutdown` wakes all that wait, and Ray ends the process if its own coroutines go on then.
+    """
+
+    awaitable: Any
+    member: Member
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self.awaitable.__await__()
+        thrown: BaseException | None = None
+        while True:
+            if not self.member.reachable:
+                raise thrown or LostError("Ray shut down")
+            try:
+                waited_for = next(steps) if thrown is None else steps.throw(thrown)
+            except StopIteration as end:
+                return end.value
+            try:
+                thrown = None
+                yield waited_for
+            except BaseException as error:  # noqa: BLE001 -- thrown into what is awaited
+                thrown = error
 
 
 class RemoteMaking:
@@ -107,8 +134,8 @@ class RemoteMaking:
         """The next group; None at the end."""
         try:
             with _translated(self._member):
-                reference = await anext(self._made)
-                items, counted = await reference
+                reference = await _Checked(anext(self._made), self._member)
+                items, counted = await _Checked(reference, self._member)
         except StopAsyncIteration:
             self._made = None
             return None
@@ -235,6 +262,8 @@ class Crew:
                 again = isinstance(error, _LOST) and not getattr(error, "actor_init_failed", False)
                 if not again or self._failed_starts > _MOST_FAILED_STARTS:
                     raise ProducerError(f"producers cannot start, the last one because: {error}") from error
+            except LostError:  # Ray was shut down, or the stream closed
+                self.drop(member)
             except (asyncio.CancelledError, ProducerError):  # it may start later
                 self.leave(member)
                 raise
@@ -258,7 +287,7 @@ class Crew:
             return member
 
     async def _opened(self, member: Member, others_work: Callable[[], bool]) -> tuple[str, int]:
-        opened: asyncio.Future[tuple[str, int]] = asyncio.ensure_future(_awaited(member.opened))
+        opened: asyncio.Future[tuple[str, int]] = asyncio.ensure_future(_Checked(member.opened, member))
         try:
             while not (await asyncio.wait({opened}, timeout=self.start_s))[0]:
                 if not others_work():
@@ -312,15 +341,14 @@ class Crew:
             self.drop(member)
 
 
-async def _awaited(reference: Any) -> Any:
-    return await reference
-
-
 def _session() -> str:
-    """What this process is to the cluster: another one after every `ray.init`, and empty without Ray."""
-    if not ray.is_initialized():
-        return ""
-    return str(ray.get_runtime_context().get_worker_id())
+    """What this process is to the cluster: another one after every `ray.init`, and empty without Ray.
+
+    Waits for a `ray.shutdown` that another thread has begun. Ray would end the process if references to its objects
+    were dropped meanwhile, and that is what happens here when Ray is gone.
+    """
+    with getattr(ray._private.worker, "_connect_or_shutdown_lock", contextlib.nullcontext()):
+        return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else ""
 
 
 class _Writable:
