@@ -241,17 +241,31 @@ class Own(zl.Loader):
 
 @pytest.mark.parametrize("kind", [zl.Loader, Own])
 def test_loaders_of_tensors_are_datasets_of_torch(dataset, kind):
-    of_torch, of_numpy = kind(dataset, **SIZES), kind(dataset, framework="numpy", **SIZES)
-    for loader in (of_torch, copy.copy(of_torch), copy.deepcopy(of_torch), pickle.loads(pickle.dumps(of_torch))):
-        assert isinstance(loader, torch.utils.data.IterableDataset)
-        assert isinstance(loader, kind)
-        assert type(loader).__qualname__ == kind.__qualname__
-        assert next(iter(loader)).index.tolist() == next(iter(of_numpy)).index.tolist()
-    for loader in (of_numpy, copy.copy(of_numpy), pickle.loads(pickle.dumps(of_numpy))):
-        assert type(loader) is kind
-        assert isinstance(next(iter(loader)).index, np.ndarray)
-    assert type(dataclasses.replace(of_torch, framework="numpy")) is kind
-    assert isinstance(dataclasses.replace(of_numpy, framework="torch"), torch.utils.data.IterableDataset)
+    expected = next(iter(zl.Loader(dataset, framework="numpy", **SIZES))).index.tolist()
+    loader = kind(dataset, **SIZES)
+    for each in (loader, copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert type(each) is kind
+        assert isinstance(each, torch.utils.data.IterableDataset)
+        each.set_epoch(0)  # shallow copies share their count
+        assert next(iter(torch.utils.data.DataLoader(each, batch_size=None))).index.tolist() == expected
+
+
+def test_another_process_knows_the_class_from_a_pickle(dataset, tmp_path):
+    (tmp_path / "loader").write_bytes(pickle.dumps(zl.Loader(dataset, **SIZES)))
+    script = (
+        f"import pickle; loader = pickle.load(open({str(tmp_path / 'loader')!r}, 'rb'))\n"
+        "import torch.utils.data; print(isinstance(loader, torch.utils.data.IterableDataset))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def test_workers_of_torch_are_for_tensors(dataset):
+    loader = zl.Loader(dataset, framework="numpy", **SIZES)
+    zl.Loader(dataset, **SIZES)  # from here on, torch knows the class
+    in_process = torch.utils.data.DataLoader(loader, batch_size=None)
+    assert [len(each) for each in in_process] == [len(each) for each in loader]
+    with pytest.raises(OptionError, match="does not work in DataLoader workers"):
+        next(iter(torch.utils.data.DataLoader(loader, batch_size=None, num_workers=1)))
 
 
 def test_copies_count_epochs_for_themselves(dataset):
