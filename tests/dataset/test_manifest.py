@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -312,6 +313,11 @@ def test_genes_are_named_when_they_are_indexed(tmp_path):
     assert zl.open_dataset(tmp_path / "m.parquet").var_names.tolist() == [f"S{gene}" for gene in range(GENES)]
     with pytest.raises(OptionError, match=r"zl\.index"):
         zl.open_dataset(tmp_path / "m.parquet", genes_by="symbol")
+    again = functools.partial(zl.index, tmp_path / "*.zarr", tmp_path / "m.parquet", update=True, progress=False)
+    assert again(genes_by="symbol").reused == 2
+    assert again().reused == 0  # under other names
+    assert zl.open_dataset(tmp_path / "m.parquet", join="outer").n_vars == 2 * GENES
+    assert again().reused == 2
 
 
 # ---- what is wrong

@@ -30,6 +30,7 @@ from zloader.dataset.manifest import (
     is_manifest,
     labels_of,
     names_by_set,
+    parsed,
     read_manifest,
     relative,
     url_of,
@@ -161,9 +162,9 @@ class _Indexer:
         self.n_reused = 0
         self._before: dict[tuple[str, str], dict[str, Any]] = {}
         if before is not None:
-            names = names_by_set(before)
+            names = {each: text for each, text in names_by_set(before).items() if _named_by(text) == genes_by}
             for row in before.to_dict("records"):
-                known = row | {"gene_names": names[row["gene_set"]]}
+                known = row | {"gene_names": names.get(row["gene_set"], "")}
                 self._before[absolute(manifest, row["url"]), row["fingerprint"]] = known
 
     def rows_of(self, location: Location) -> list[dict[str, Any]]:
@@ -183,6 +184,14 @@ class _Indexer:
             "fingerprint": store.fingerprint,
             "stamp": stamp,
         }
+
+
+def _named_by(gene_names: str) -> str | None:
+    """The var column that the names of a gene set were taken from; None for var_names."""
+    try:
+        return parsed(gene_names, "gene_names").get("by")  # type: ignore[no-any-return]
+    except FormatError:
+        return ""  # none that `index` takes
 
 
 def _recorded(store: OpenedStore, genes_by: str | None) -> dict[str, Any]:
@@ -209,7 +218,7 @@ def _recorded(store: OpenedStore, genes_by: str | None) -> dict[str, Any]:
         }
     frames = ["var", "raw/var"] if "raw/X" in matrices else ["var"]
     genes = {frame: gene_names(store, genes_by, frame).tolist() for frame in frames}
-    names = json.dumps({"version": VERSION, **genes})
+    names = json.dumps({"version": VERSION, **({} if genes_by is None else {"by": genes_by}), **genes})
     layout_document = {
         "version": VERSION,
         "kind": "hdf5" if isinstance(store, OpenedFile) else "zarr",

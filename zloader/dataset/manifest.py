@@ -8,7 +8,8 @@ pandas. Each other column is an obs column of the dataset, with one label or num
 - `rows`: its rows.
 - `fingerprint`: of its objects as they were listed. `stamp` is the same with the times of local files, for the mirror,
   and is empty if a change of the store could not be detected.
-- `gene_set`: a hash of its genes, and `gene_names` the genes in JSON, in one row of each set.
+- `gene_set`: a hash of its genes, and `gene_names` the genes in JSON, in one row of each set, with the var column that
+  they were named by.
 - `layout`: what its matrices have in common with those of stores that are written alike, in JSON, and `stored` the
   rest, with its objects.
 - `obs`: its obs columns and obsm arrays, in JSON.

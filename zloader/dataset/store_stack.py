@@ -88,7 +88,7 @@ class GeneNames:
     def of(self) -> Mapping[str, pd.Index]:
         """The names in `"var"` and `"raw/var"`."""
         found = parsed(self.text, "gene_names") if self.text else {}
-        of_frames = {frame: names for frame, names in found.items() if frame != "version"}
+        of_frames = {frame: names for frame, names in found.items() if frame in ("var", "raw/var")}
         for frame, names in of_frames.items():
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise FormatError(f"gene_names of the manifest has no list of names of {frame}. {ADVICE}")
