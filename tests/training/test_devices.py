@@ -339,11 +339,13 @@ def test_options_that_do_not_fit_are_refused_when_the_loader_is_made(dataset, op
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
-def test_a_missing_gpu_is_refused_also_by_a_loader_from_elsewhere(dataset):
+def test_a_missing_gpu_is_refused_also_by_a_loader_from_elsewhere(dataset, monkeypatch):
     with pytest.raises(OptionError, match=r"device='cuda' is not available. Available: cpu"):
         zl.Loader(dataset, device="cuda")
-    loader = zl.Loader(dataset, **SIZES)
-    loader.device = "cuda"  # as if unpickled here
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(torch.cuda, "is_available", lambda: True)
+        elsewhere.setattr(torch.cuda, "device_count", lambda: 1)
+        loader = zl.Loader(dataset, device="cuda", **SIZES)
     with pytest.raises(OptionError, match="not available"):
         next(iter(pickle.loads(pickle.dumps(loader))))
 
