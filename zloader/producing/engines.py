@@ -23,11 +23,12 @@ from zloader.common.errors import ProducerError
 from zloader.order.plan import Plan, Remaining
 from zloader.producing.engine import ANSWER, START, Answer, Ended, send_command
 from zloader.producing.producer import Recipes, received
-from zloader.producing.shared_memory import Memory, leased, release
+from zloader.producing.shared_memory import Memory, copied, is_busy, leased, release
 from zloader.producing.window import FailedError, LostError
 from zloader.reading.resources import Counters
 
 _AHEAD = 2  # groups of a fetch that are asked for before they are taken
+_MOST_LEASED = 32  # slots, each of which takes a file descriptor: a consumer that keeps more gets copies
 _OPENING = 0  # the making that answers `open`
 _MOST_FAILED_STARTS = 3  # in a row
 
@@ -75,7 +76,8 @@ class Member:
     def attach(self) -> None:
         """Lets the running event loop read the answers."""
         self._loop, self._gone = asyncio.get_running_loop(), asyncio.Event()
-        self._makings.clear()
+        for making in list(self._makings):
+            self._forget(making)
         self._loop.add_reader(self._answers, self._read)
         self._loop.add_reader(self._commands, self._lose)  # an engine sends nothing there
 
@@ -123,9 +125,17 @@ class Member:
 
     def cancel(self, making: int) -> None:
         """Ends a making, whose further answers are dropped."""
-        self._makings.pop(making, None)
+        self._forget(making)
         with contextlib.suppress(LostError):
             self._send(("cancel", making))
+
+    def _forget(self, making: int) -> None:
+        """Drops the answers to a making, those that have come and those that may come."""
+        answers = self._makings.pop(making, None)
+        while answers is not None and not answers.empty():
+            slot = answers.get_nowait()
+            if slot is not None:
+                release(slot)
 
     async def next(self, making: int) -> Any:
         """The next answer to a making. Raises LostError or FailedError."""
@@ -134,7 +144,8 @@ class Member:
         if answer is None:
             answers.put_nowait(None)  # for all who ask
             raise LostError(f"engine {self.pid} has ended")
-        value = leased(answer)
+        many = sum(map(is_busy, self._slots.values())) > _MOST_LEASED
+        value = copied(answer) if many else leased(answer)
         if isinstance(value, Ended) and value.error is not None:
             raise FailedError from value.error.opened(self.where)
         return value
@@ -148,7 +159,7 @@ class Member:
         try:
             return await self.next(making)
         finally:
-            self._makings.pop(making, None)
+            self._forget(making)
 
     def _asked(self, plan: EpochPlan) -> int:
         """The number of a new making, of a plan that the engine has."""

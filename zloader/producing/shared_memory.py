@@ -71,12 +71,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         torch: Any = sys.modules.get("torch")
         if torch is None or type(value) is not torch.Tensor:
             return super().reducer_override(value)
-        plain = value.layout == torch.strided and value.device.type == "cpu" and not value.requires_grad
-        if not plain or value.is_conj() or value.is_neg():
+        if value.device.type != "cpu" or value.requires_grad or value.is_conj() or value.is_neg():
+            return NotImplemented
+        if value.layout == torch.sparse_csr:  # torch keeps every one that it unpickles itself
+            return _sparse_csr, (value.crow_indices(), value.col_indices(), value.values(), tuple(value.shape))
+        if value.layout != torch.strided:
             return NotImplemented
         if value.dtype == torch.bfloat16:
             return _bfloat16, (value.contiguous().view(torch.int16).numpy(),)
         return torch.from_numpy, (value.contiguous().numpy(),)
+
+
+def _sparse_csr(indptr: Any, indices: Any, values: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
 
 
 def _bfloat16(bits: NDArray[np.int16]) -> Any:
@@ -186,6 +195,18 @@ def _rounded(n_bytes: int) -> int:
 def leased(slot: Memory) -> Any:
     """The value in a slot. The slot is free again when nothing refers to the memory of its arrays any more."""
     return unpacked(np.asarray(_Lease(slot))[_FIRST:])
+
+
+def copied(slot: Memory) -> Any:
+    """The value in a slot, in memory of its own. The slot is free again."""
+    value = unpacked(slot.bytes[_FIRST:].copy())
+    release(slot)
+    return value
+
+
+def is_busy(slot: Memory) -> bool:
+    """Whether somebody reads a slot."""
+    return bool(slot.bytes[_BUSY])
 
 
 def release(slot: Memory) -> None:
