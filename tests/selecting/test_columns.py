@@ -22,14 +22,14 @@ from zloader.selecting.columns import ObsColumn, StringCoder
     ],
 )
 def test_numbers_and_dates_as_classes(values, classes, n):
-    codes, distinct = ObsColumn(values=values, categories=None).classes("passage")
+    codes, distinct = ObsColumn(values=values).classes("passage")
     assert (codes.tolist(), distinct) == (classes, n)
 
 
 @pytest.mark.parametrize("values", [[0.5, 1.0], [np.inf, 0.25], [np.nan, 1.5]])
 def test_fractions_are_no_classes(values):
     with pytest.raises(OptionError, match="passage holds float64: choose a column of labels, whole numbers"):
-        ObsColumn(values=np.array(values), categories=None).classes("passage")
+        ObsColumn(values=np.array(values)).classes("passage")
 
 
 WORDS = st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=40)
