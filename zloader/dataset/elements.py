@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
-from zloader.access.zarr_groups import UNDECODABLE, undecodable_key
+from zloader.access.zarr_groups import UNDECODABLE, member_of, undecodable_key
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, ZloaderError
 from zloader.selecting.columns import as_names
@@ -103,7 +103,7 @@ class StoredElements(ABC):
             self._nodes = root, {}
         try:
             if path not in self._nodes[1]:
-                self._nodes[1][path] = root[path]
+                self._nodes[1][path] = member_of(root, path)
             return self._nodes[1][path]
         except ZloaderError:
             raise
