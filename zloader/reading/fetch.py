@@ -83,8 +83,6 @@ class FetchScheduler:
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
         self._ends = recipe.ends
-        # Columns are read from then on: reading them takes the interpreter, for which a plan would have to wait.
-        self._begun = asyncio.Event()
         self._looks_up = any(not isinstance(part.indptr, np.ndarray | None) for part in recipe.parts)
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
@@ -122,16 +120,12 @@ class FetchScheduler:
         group: asyncio.TaskGroup,
     ) -> None:
         """Begins each load when there is room for it, and puts the loads into `loads` in order."""
-        if self._looks_up:
-            self._begun.set()
         for turn, fetch in enumerate(fetches):
             await self._gates.fetch_begins()
             # Aside if it may read row offsets from a store.
             planned = await aside(self._plan, fetch, readers) if self._looks_up else self._plan(fetch, readers)
             await self._gates.room.acquire(planned.ahead_bytes)
             loads.put_nowait(group.create_task(self._load(planned, turn)))
-            self._begun.set()
-        self._begun.set()
         loads.put_nowait(None)
 
     def _plan(self, fetch: Fetch, readers: list[Sequence[ArrayReader | RowReader]]) -> _Planned:
@@ -188,7 +182,6 @@ class FetchScheduler:
     ) -> None:
         """Begins to gather the minibatches of each load in threads, as fast as they fit into memory."""
         columns = self._recipe.columns
-        await self._begun.wait()
         self._columns = await aside(columns.obs)
         self._obsm = await aside(columns.obsm)
         if self._recipe.tokens is not None and self._recipe.tokens.totals is not None:
