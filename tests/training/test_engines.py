@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,8 @@ def engines_of(loader: zl.Loader) -> list[Any]:
 
 def is_there(pid: int) -> bool:
     """Whether a process runs, and is no zombie."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
@@ -121,8 +122,7 @@ def test_two_engines_make_what_one_process_makes(dataset, crew):
 
 def test_engines_do_not_import_torch(crew):
     for engine in engines_of(crew):
-        with open(f"/proc/{engine.pid}/maps") as file:
-            assert "libtorch" not in file.read()
+        assert "libtorch" not in Path(f"/proc/{engine.pid}/maps").read_text()
 
 
 def test_minibatches_are_writable_and_stay(crew):
@@ -204,7 +204,7 @@ def test_many_epochs_leave_nothing(dataset, crew):
     def held() -> tuple[int, ...]:
         gc.collect()
         pids = [os.getpid(), *(engine.pid for engine in engines_of(crew))]
-        return tuple(len(os.listdir(f"/proc/{pid}/{what}")) for pid in pids for what in ("fd", "task"))
+        return tuple(len(list(Path(f"/proc/{pid}/{what}").iterdir())) for pid in pids for what in ("fd", "task"))
 
     for _ in range(3):
         list(crew)
@@ -324,7 +324,8 @@ def test_a_forked_process_has_engines_of_its_own(crew):
 
 def test_values_come_back_in_the_same_memory():
     half = torch.arange(6, dtype=torch.float32).bfloat16()
-    value = {"a": np.arange(5), "b": np.zeros((0, 3)), "f": np.asfortranarray(np.eye(3)), "names": np.array(["x", None])}
+    arrays = {"a": np.arange(5), "b": np.zeros((0, 3)), "f": np.asfortranarray(np.eye(3))}
+    value = arrays | {"names": np.array(["x", None])}
     slots = shared_memory.Slots()
     number, slot = slots.take(shared_memory.Packed(value | {"half": half, "sparse": torch.eye(3).to_sparse_csr()}))
     found = shared_memory.leased(slot)
