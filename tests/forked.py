@@ -30,6 +30,8 @@ _IMPORTED = [
     "zloader.reading.object_source",
     "matplotlib.figure",
     "numba",
+    "pandas",
+    "rich.progress",
     "s3fs",
     "torch.multiprocessing",
 ]

@@ -50,7 +50,7 @@ class Rows:
         return len(self.codes)
 
     def obs_column(self, column: str) -> ObsColumn:
-        return ObsColumn(values=self.codes, categories=pd.Index([f"class {k}" for k in range(20)]))
+        return ObsColumn(values=self.codes, coded=pd.Index([f"class {k}" for k in range(20)]))
 
     def rows_of(self, group: float) -> RowSet:
         return RowSet.of_range(self.n_obs, range(int(group * self.n_obs)))

@@ -20,7 +20,7 @@ from zloader.selecting.groups import groups_of
 pytestmark = pytest.mark.any_version
 
 N = 1000
-COLUMN = ObsColumn(values=np.arange(N), categories=None)
+COLUMN = ObsColumn(values=np.arange(N))
 WEIGHTS = np.arange(N, dtype=np.float32)
 
 NEEDS: dict[str, tuple[int, str, Callable[[], Any]]] = {
@@ -35,7 +35,7 @@ NEEDS: dict[str, tuple[int, str, Callable[[], Any]]] = {
 
 
 def _labels() -> ObsColumn:
-    return ObsColumn(values=(np.arange(N) % 2).astype(np.int8), categories=pd.Index(["a", "b"]))
+    return ObsColumn(values=(np.arange(N) % 2).astype(np.int8), coded=pd.Index(["a", "b"]))
 
 
 class _Table:

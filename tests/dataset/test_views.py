@@ -147,7 +147,7 @@ CODES = st.tuples(st.integers(0, 400), st.integers(1, 12), st.integers(0, 99)).m
 
 
 def labelled(codes: np.ndarray) -> object:
-    return column(donor=ObsColumn(values=codes, categories=pd.Index([f"d{number}" for number in range(12)])))
+    return column(donor=ObsColumn(values=codes, coded=pd.Index([f"d{number}" for number in range(12)])))
 
 
 @given(shares=SHARES, codes=CODES, seed=st.integers(0, 5), how=st.sampled_from(["rows", "by", "stratify"]))
@@ -363,7 +363,7 @@ def test_many_rows_take_little_memory():
     """Only arrays: one byte per row for the mask, and one bit per row for each RowSet."""
     n = 20_000_000
     codes = (np.arange(n, dtype=np.int64) // 70_000 % 250).astype(np.uint8).view(np.int8) % 100
-    of = column(donor=ObsColumn(values=codes, categories=pd.Index([f"d{number}" for number in range(100)])))
+    of = column(donor=ObsColumn(values=codes, coded=pd.Index([f"d{number}" for number in range(100)])))
     mask_of("donor == 'd1'", of, 10), split_rows([0.5], of, 100, by="donor", stratify=None, seed=0)  # compile first
     tracemalloc.start()
     try:

@@ -168,7 +168,7 @@ def test_indices_count_however_the_labels_are_named(rows):
     labels = np.arange(20_000) * 14 // 20_000
     chosen = None if rows is None else RowSet.of(np.isin(np.arange(20_000), rows))
     own = labels if rows is None else labels[rows]
-    column = ObsColumn(values=own, categories=None)
+    column = ObsColumn(values=own)
     seen = []
     for named in ("c", own):
         table = SimpleNamespace(obs_column={"c": column}.__getitem__)

@@ -57,7 +57,7 @@ def _table(**columns):
 
 def _typed(codes, labels):
     """A dataset with a single obs column of labels."""
-    return _table(type=ObsColumn(values=np.asarray(codes, np.int8), categories=pd.Index(labels)))
+    return _table(type=ObsColumn(values=np.asarray(codes, np.int8), coded=pd.Index(labels)))
 
 
 # ---- the same draws by hand
@@ -396,7 +396,7 @@ BAD = {
     "a table of labels": (lambda: ClassBalancedSampling([[1, 2]]), "labels must be"),
     "fractions as classes": (lambda: ClassBalancedSampling([0.5, 1.5]), "float64"),
     "fractions in a column": (
-        lambda: ClassBalancedSampling("age").bound(_table(age=ObsColumn(values=np.array([0.5, 1.5]), categories=None))),
+        lambda: ClassBalancedSampling("age").bound(_table(age=ObsColumn(values=np.array([0.5, 1.5])))),
         "'age' holds float64",
     ),
     "no labels": (lambda: ClassBalancedSampling([None, None]), "no row"),
@@ -405,9 +405,7 @@ BAD = {
         "'d'.*'type'.*'a'",
     ),
     "weights of numbers": (
-        lambda: BlockWeightedSampling({1: 1}, column="n").bound(
-            _table(n=ObsColumn(values=np.arange(3), categories=None))
-        ),
+        lambda: BlockWeightedSampling({1: 1}, column="n").bound(_table(n=ObsColumn(values=np.arange(3)))),
         "'n' holds numbers",
     ),
     "another dataset": (lambda: BlockWeightedSampling([1.0, 1.0]).n_rows(3), "2 rows.* 3"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
-from zloader.selecting.columns import ObsColumn, StringCoder
+from zloader.selecting.columns import ObsColumn, StringCoder, as_labels, labels_as, plain_labels
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ from zloader.selecting.columns import ObsColumn, StringCoder
     ],
 )
 def test_numbers_and_dates_as_classes(values, classes, n):
-    codes, distinct = ObsColumn(values=values, categories=None).classes("passage")
+    codes, distinct = ObsColumn(values=values).classes("passage")
     assert (codes.tolist(), distinct) == (classes, n)
 
 
 @pytest.mark.parametrize("values", [[0.5, 1.0], [np.inf, 0.25], [np.nan, 1.5]])
 def test_fractions_are_no_classes(values):
     with pytest.raises(OptionError, match="passage holds float64: choose a column of labels, whole numbers"):
-        ObsColumn(values=np.array(values), categories=None).classes("passage")
+        ObsColumn(values=np.array(values)).classes("passage")
 
 
 WORDS = st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=40)
@@ -79,3 +79,42 @@ def test_strings_of_every_dtype(values):
     coder.add(values)
     codes, labels = coder.sorted_codes()
     assert (codes.tolist(), labels.tolist()) == ([1, 0, 2], ["a", "b", "ä"])
+
+
+CATEGORIES = {
+    "strings": np.array(["b", "a", "ä"], object),
+    "of fixed length": np.array(["b", "a"]),
+    "variable strings": np.array(["b", "a"], np.dtypes.StringDType()),
+    "no strings": np.array([], object),
+    "no integers": np.array([], np.int16),
+    **{f"{dtype}": np.array([3, 1, 2], dtype) for dtype in ("int8", "uint16", "int64", "uint64")},
+}
+OTHERS = {
+    "twice": np.array(["a", "a"], object),
+    "integers twice": np.array([1, 1]),
+    "missing": np.array(["a", None], object),
+    "NaN": np.array(["a", np.nan], object),
+    "mixed": np.array(["a", 1], object),
+    "floats": np.array([0.5, 1]),
+    "booleans": np.array([False, True]),
+    "dates": np.array(["2024-01-01"], "datetime64[s]"),
+    "two axes": np.array([[1, 2]]),
+    "no array": pd.array(["a"], dtype="string"),
+}
+
+
+@pytest.mark.parametrize("stored", CATEGORIES.values(), ids=CATEGORIES)
+def test_labels_without_pandas_are_those_of_pandas(stored) -> None:
+    expected = as_labels(pd.Categorical.from_codes([], stored).categories)
+    labels = plain_labels(stored)
+    assert labels is not None
+    codes = np.zeros(0, np.int8)
+    pd.testing.assert_index_equal(ObsColumn(values=codes, coded=labels).categories, expected, exact=True)
+    kept = labels_as(labels.tolist(), str(labels.dtype))  # as a mirror keeps them
+    pd.testing.assert_index_equal(ObsColumn(values=codes, coded=kept).categories, expected, exact=True)
+    assert list(map(type, expected.tolist())) == list(map(type, kept.tolist()))
+
+
+@pytest.mark.parametrize("stored", OTHERS.values(), ids=OTHERS)
+def test_other_categories_are_left_to_pandas(stored) -> None:
+    assert plain_labels(stored) is None

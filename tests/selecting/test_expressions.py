@@ -108,7 +108,7 @@ def test_windows_of_rows_are_put_together(monkeypatch):
 
 
 def test_a_row_without_a_value_is_in_no_comparison_whichever_way_it_is_put():
-    column = {"type": ObsColumn(values=np.array([0, -1, 1], np.int8), categories=pd.Index(["a", "b"]))}.__getitem__
+    column = {"type": ObsColumn(values=np.array([0, -1, 1], np.int8), coded=pd.Index(["a", "b"]))}.__getitem__
     for text, rows in {
         "type == 'a'": [0],
         "type != 'a'": [2],
@@ -165,7 +165,7 @@ def test_what_is_no_such_expression_is_refused(text, message):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_numbers_that_the_columns_dtype_cannot_hold_are_compared_as_they_are(dtype, constant):
     values = np.array([0, np.inf, -np.inf, np.nan, np.finfo(dtype).max, np.finfo(dtype).min], dtype)
-    column = {"score": ObsColumn(values=values, categories=None)}.__getitem__
+    column = {"score": ObsColumn(values=values)}.__getitem__
     for order in ORDERS:
         wanted = [eval(f"{float(value)} {order} {constant}", {"inf": np.inf, "nan": np.nan}) for value in values]
         wanted[3] = False  # a missing value satisfies no comparison
@@ -223,7 +223,7 @@ def test_any_column_can_be_named(text, named):
 
     def column(name: str) -> ObsColumn:
         asked.append(name)
-        return ObsColumn(values=np.arange(2), categories=None)
+        return ObsColumn(values=np.arange(2))
 
     expressions.matching(text, column, 2, NAMES)
     assert [name for name in asked if name != "plain"] == ([] if named == "plain" else [named])

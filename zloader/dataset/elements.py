@@ -13,25 +13,21 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
-from zloader.access.zarr_groups import UNDECODABLE, undecodable_key
+from zloader.access.zarr_groups import UNDECODABLE, member_of, undecodable_key
+from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, ZloaderError
 from zloader.selecting.columns import as_names
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import layout_of, stored_length
 
 _ARRAYS = (("array", "0.2.0"), ("string-array", "0.2.0"))
-_MASKED = {
-    ("nullable-integer", "0.1.0"): pd.arrays.IntegerArray,
-    ("nullable-boolean", "0.1.0"): pd.arrays.BooleanArray,
-}
-# anndata reads nullable strings differently before pandas 3, where it does not write strings in this way by default.
-_STRINGS = ("nullable-string-array", "0.1.0") if int(pd.__version__.partition(".")[0]) >= 3 else None
+_MASKED = {("nullable-integer", "0.1.0"): "IntegerArray", ("nullable-boolean", "0.1.0"): "BooleanArray"}
+_STRINGS = ("nullable-string-array", "0.1.0")
 
 
 def read_element(node: Any) -> Any:
@@ -43,13 +39,18 @@ def read_element(node: Any) -> Any:
         codes, categories = read_element(node["codes"]), read_element(node["categories"])
         return pd.Categorical.from_codes(codes, categories, ordered=bool(node.attrs["ordered"]))
     if isinstance(node, zarr.Group) and kind in _MASKED:
-        return _MASKED[kind](read_element(node["values"]), mask=read_element(node["mask"]))
-    if isinstance(node, zarr.Group) and kind == _STRINGS:
+        return getattr(pd.arrays, _MASKED[kind])(read_element(node["values"]), mask=read_element(node["mask"]))
+    if isinstance(node, zarr.Group) and kind == _STRINGS and _reads_strings_as_pandas():
         dtype = pd.StringDtype(na_value=np.nan if node.attrs.get("na-value") == "NaN" else pd.NA)
         strings = pd.array(read_element(node["values"]), dtype=dtype)
         strings[read_element(node["mask"])] = pd.NA
         return strings
     return load_anndata().io.read_elem(node)
+
+
+def _reads_strings_as_pandas() -> bool:
+    """Whether anndata reads nullable strings as below: from pandas 3 on, where it writes strings so by default."""
+    return int(pd.__version__.partition(".")[0]) >= 3
 
 
 def load_anndata() -> Any:
@@ -102,7 +103,7 @@ class StoredElements(ABC):
             self._nodes = root, {}
         try:
             if path not in self._nodes[1]:
-                self._nodes[1][path] = root[path]
+                self._nodes[1][path] = member_of(root, path)
             return self._nodes[1][path]
         except ZloaderError:
             raise

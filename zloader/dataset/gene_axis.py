@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from zloader.common.concurrent_calls import concurrently
+from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import Rows

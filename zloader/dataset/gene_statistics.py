@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import load_column, save_column
 from zloader.common.options import FetchOptions
-from zloader.common.progress import progress_bars
 from zloader.common.records import CsrArrays, MinibatchArrays
 from zloader.dataset.in_memory import as_scipy
 from zloader.dataset.matrices import Matrices
@@ -193,6 +192,8 @@ class StatisticsPass:
         )
 
     def _summed(self, recipe: Recipe, summing: Summing, n_genes: int) -> Numbers:
+        from zloader.common.progress import progress_bars  # imports rich
+
         plan = Plan(dataset_rows=self.dataset_rows, sampling=self.sampling, batch_size=_PART_ROWS, fetch_factor=_PARTS)
         scheduler = FetchScheduler(recipe, self.options, BufferPool())
         merged: dict[int, Sums] = {}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import pandas as pd
 
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
 from zloader.dataset.gene_statistics import Batches, StatisticsPass

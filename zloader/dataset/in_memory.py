@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
+from zloader.common.deferred import pd
 from zloader.common.records import CsrArrays, X
 from zloader.dataset.elements import load_anndata
 

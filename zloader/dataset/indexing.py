@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from zloader.access.location import Location, location_of
 from zloader.access.stored_objects import mirror_fingerprint
 from zloader.access.zarr_groups import no_codec_warnings
 from zloader.caching.atomic_files import draft_path
+from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.keywords import answers
 from zloader.common.messages import listed

@@ -25,10 +25,9 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
-import pandas as pd
-
 from zloader.access.hub import at_commit, commit_in
 from zloader.access.location import Location
+from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError, StoreNotFoundError
 from zloader.common.messages import listed
 

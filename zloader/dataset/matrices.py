@@ -15,13 +15,13 @@ from dataclasses import asdict, replace
 from typing import TypeAlias
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.caching.directory import cache_bytes
-from zloader.caching.mirror import Mirror, contents_of
+from zloader.caching.mirror import Mirror, contents_of, has_array
 from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
+from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.messages import suggestion
 from zloader.common.options import FetchOptions
@@ -37,6 +37,7 @@ from zloader.reading.forms import Form, Transforming, computing_dtype
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.peers import PeerCache
 from zloader.reading.recipe import Recipe
+from zloader.reading.rehearsal import rehearse
 from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import ChosenGenes, Genes, GenesOf, choose_genes
 from zloader.storage.layout import MatrixLayout
@@ -261,6 +262,14 @@ class Matrices:
         if frame_of(name).endswith("raw/var") and len(layouts) > 1:
             self.axis(frame_of(name))
         return layouts
+
+    def rehearse(self, x: str, form: Form) -> None:
+        """Loads the compiled loops that make `form` of the matrix `x` with all genes, as the first store has it."""
+        store, layout, genes = self._of_stores(x, None)[0]
+        directory = store.mirror_directory
+        if genes is None and (directory is None or directory.form != "compact"):
+            begun = directory is not None and has_array(directory, layout.values.path)
+            rehearse(layout, form, decoding=not begun)
 
     def parts(self, x: str, options: FetchOptions, genes: ChosenGenes | None = None) -> list[MatrixPart]:
         """Each store's part of the matrix `x`, as a Recipe takes it, with its columns or those chosen of the axis."""

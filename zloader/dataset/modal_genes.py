@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import pandas as pd
 
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import Rows

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, Rows

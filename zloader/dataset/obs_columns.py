@@ -17,16 +17,25 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
 from zloader.caching.mirror import MirrorArray
 from zloader.common import page_cache
+from zloader.common.deferred import pd
 from zloader.common.errors import FormatError
 from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore
-from zloader.selecting.columns import NUMBERS, ObsColumn, StringCoder, as_labels, as_numbers, kind_of, of_strings
+from zloader.selecting.columns import (
+    NUMBERS,
+    ObsColumn,
+    StringCoder,
+    as_labels,
+    as_numbers,
+    kind_of,
+    of_strings,
+    plain_labels,
+)
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import stored_length
 
@@ -80,7 +89,8 @@ class StoreColumns:
         Of labels and of plain numbers, only these rows are in memory if the store has a mirror.
         """
         if self.is_categorical(name):
-            codes, categories = self._codes(name, rows)
+            categories = self.categories(name)
+            codes = self._codes(name, len(categories), rows)
             ordered = self._node(name).attrs.get("ordered")
             if ordered is None:
                 raise self.store.damaged(self.path(name), "its metadata do not say whether its categories are ordered")
@@ -98,20 +108,29 @@ class StoreColumns:
         if self.kind(name) == "strings":
             return self._coded(name)
         if self.is_categorical(name):
-            codes, categories = self._codes(name)
-            return ObsColumn(values=codes, categories=as_labels(categories))
+            labels = self._labels(name)
+            return ObsColumn(values=self._codes(name, len(labels)), coded=labels)
         if (numbers := self._plain(name)) is not None:
-            return ObsColumn(values=numbers, categories=None)
+            return ObsColumn(values=numbers)
         return as_numbers(name, self.column(name))
 
     def categories(self, name: str) -> pd.Index:
         """The categories of a categorical column."""
         path = f"{self.path(name)}/categories"
-        stored = self.store.element(path)
+        return self._indexed(path, self.store.element(path))
+
+    def _indexed(self, path: str, stored: Any) -> pd.Index:
         try:
             return pd.Categorical.from_codes([], stored).categories
         except (ValueError, TypeError) as error:
             raise self.store.damaged(path, str(error)) from error
+
+    def _labels(self, name: str) -> pd.Index | NDArray[Any]:
+        """The categories in the form of `as_labels`: distinct strings and integers as an array, without pandas."""
+        path = f"{self.path(name)}/categories"
+        stored = self.store.element(path)
+        plain = plain_labels(stored)
+        return as_labels(self._indexed(path, stored)) if plain is None else plain
 
     def require_codes(self, name: str, n_categories: int, codes: NDArray[np.integer], rows: int | Rows) -> None:
         """Raises FormatError for a code of no category. `rows` have the codes, or are the first of a run."""
@@ -168,12 +187,12 @@ class StoreColumns:
         self._require_shape(name, node.shape)
         return self.whole(self.path(name))
 
-    def _codes(self, name: str, rows: Rows | None = None) -> tuple[NDArray[np.integer], pd.Index]:
-        """The codes of a categorical column, or of some rows of it, in the stored dtype, and its categories.
+    def _codes(self, name: str, n_categories: int, rows: Rows | None = None) -> NDArray[np.integer]:
+        """The codes of a categorical column, or of some rows of it, in the stored dtype.
 
         Raises FormatError for a code without a category. Of some rows, no others are checked.
         """
-        path, categories = f"{self.path(name)}/codes", self.categories(name)
+        path = f"{self.path(name)}/codes"
         stored = self.store.node(path)
         self._require_shape(name, getattr(stored, "shape", None))
         if stored.dtype.kind not in "iu":
@@ -181,13 +200,13 @@ class StoreColumns:
         codes = self.whole(path)
         if rows is not None:
             codes = codes[rows]
-            self.require_codes(name, len(categories), codes, rows)
+            self.require_codes(name, n_categories, codes, rows)
         elif name not in self._checked or not page_cache.is_mapped(codes):
             for first, stop in _windows_of(stored):
-                self.require_codes(name, len(categories), codes[first:stop], first)
+                self.require_codes(name, n_categories, codes[first:stop], first)
                 page_cache.release(codes)
             self._checked.add(name)
-        return codes, categories
+        return codes
 
     def _coded(self, name: str) -> ObsColumn:
         node, values, mask = self._node(name), self.path(name), None

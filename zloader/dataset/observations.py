@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.caching.kept_objects import load_object, save_object
@@ -23,6 +22,7 @@ from zloader.caching.mirror import load_column, save_column
 from zloader.common import page_cache
 from zloader.common.checks import names_of
 from zloader.common.concurrent_calls import concurrently
+from zloader.common.deferred import pd
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
@@ -33,7 +33,7 @@ from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
 from zloader.dataset.stack_columns import column_of_rows, columns_of, obs_names_of
 from zloader.reading.column_rows import PagedColumn
-from zloader.selecting.columns import ObsColumn, concatenated, joined, unalike, unfit_obs
+from zloader.selecting.columns import ObsColumn, concatenated, joined, labels_as, unalike, unfit_obs
 from zloader.selecting.groups import shares
 
 NAME_BYTES = 100  # of an obs name as a Python string, with its place in an Index
@@ -176,8 +176,8 @@ class Observations:
             values = load_column(self._directory, f"/obs/{name}", shape=(self.n_rows,), dtype=np.dtype(kept["values"]))
         if values is None:
             return None
-        categories = None if kept["labels"] is None else pd.Index(kept["labels"], dtype=kept["dtype"])
-        return ObsColumn(values=values, categories=categories, from_strings=kept["from_strings"])
+        labels = None if kept["labels"] is None else labels_as(kept["labels"], kept["dtype"])
+        return ObsColumn(values=values, coded=labels, from_strings=kept["from_strings"])
 
     def _keep(self, name: str, column: ObsColumn) -> ObsColumn:
         """Keeps in the cache all of a column that the mirrors of its stores do not have, so that processes share it.
@@ -185,7 +185,7 @@ class Observations:
         These are the labels, and the values if they were made from several stores or from strings. Labels other than
         str, int and bool are not kept. Returns the column, with memory-mapped values if possible.
         """
-        labels = None if column.categories is None else column.categories.tolist()
+        labels = None if column.coded is None else column.coded.tolist()
         if self._directory is None or not all(type(label) in (str, int, bool) for label in labels or []):
             return column
         stored = page_cache.is_mapped(column.values)
@@ -199,7 +199,7 @@ class Observations:
             column = replace(column, values=kept)
         document = {
             "labels": labels,
-            "dtype": None if column.categories is None else str(column.categories.dtype),
+            "dtype": None if column.coded is None else str(column.coded.dtype),
             "from_strings": column.from_strings,
             "codes": f"obs/{name}/codes" if stored else None,  # which were checked
             "values": values.dtype.str,

@@ -17,12 +17,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
 from zloader.caching.mirror import Mirror, MirrorArray, has_array
 from zloader.common.concurrent_calls import concurrently
+from zloader.common.deferred import pd
 from zloader.common.errors import FormatError
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.concurrent_calls import concurrently
+from zloader.common.deferred import pd
 from zloader.common.records import Rows
 from zloader.dataset.names import ObsNames, Text
 from zloader.dataset.obs_columns import StoreColumns, WholeColumns
@@ -104,7 +104,7 @@ class StackColumns(StoreColumns):
         if label is None:
             return joined(name, self._of_each(lambda columns: columns.numbers(name)))
         numbers = as_numbers(name, label)
-        return ObsColumn(values=np.asarray(numbers.values)[self._store_of], categories=numbers.categories)
+        return ObsColumn(values=np.asarray(numbers.values)[self._store_of], coded=numbers.coded)
 
     def whole(self, path: str) -> NDArray[Any]:
         return np.concatenate(self._of_each(lambda columns: columns.whole(path)))

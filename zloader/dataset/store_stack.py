@@ -16,12 +16,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
 from zloader.caching.mirror import open_array, open_mirror_directory
+from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError, StoreChangedError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.checks import names_of, require_one_of, require_whole
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
 from zloader.common.options import FetchOptions

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed, warn_user
 from zloader.common.records import CsrArrays

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common import page_cache
 from zloader.common.compiled import compiled
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows, windows_of
@@ -29,7 +29,7 @@ from zloader.selecting.columns import Column, ObsColumn
 from zloader.selecting.expressions import Mask, matching, row_test
 
 Given = TypeVar("Given")
-Condition: TypeAlias = str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series
+Condition: TypeAlias = "str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series"
 _STRIDE = 64  # bytes of the bit set per running count: 512 rows
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError, ZloaderError
 from zloader.common.machine import require_memory
 from zloader.common.records import Rows, windows_of
@@ -18,14 +18,19 @@ from zloader.common.records import Rows, windows_of
 
 @dataclass(frozen=True, kw_only=True)
 class ObsColumn:
-    """One obs column: a value per row. If `categories` is not None, the values are codes of these labels (-1: none).
+    """One obs column: a value per row. If `coded` is not None, the values are codes of these labels (-1: none).
 
     Dates and durations are datetime64 and timedelta64.
     """
 
     values: NDArray[Any]
-    categories: pd.Index | None
+    coded: pd.Index | NDArray[Any] | None = None
     from_strings: bool = False
+
+    @cached_property
+    def categories(self) -> pd.Index | None:
+        """The labels of the codes, or None. Made when it is first asked for, because it takes pandas."""
+        return self.coded if self.coded is None else pd.Index(self.coded, dtype=self.coded.dtype)
 
     @property
     def labels(self) -> pd.Index | np.dtype[Any]:
@@ -35,7 +40,7 @@ class ObsColumn:
     @property
     def minibatch_dtype(self) -> np.dtype[Any]:
         """int64 for codes, as torch needs for indexing and losses, and for dates; otherwise the stored dtype."""
-        coded = self.categories is not None or is_time(self.values.dtype)
+        coded = self.coded is not None or is_time(self.values.dtype)
         return np.dtype(np.int64) if coded else self.values.dtype
 
     def taken(self, rows: Rows) -> NDArray[Any]:
@@ -103,12 +108,12 @@ def as_numbers(name: str, column: Any) -> ObsColumn:
     Raises OptionError for values that a tensor cannot hold, such as complex numbers.
     """
     if isinstance(column, pd.Categorical):
-        return ObsColumn(values=np.asarray(column.codes), categories=as_labels(column.categories))
+        return ObsColumn(values=np.asarray(column.codes), coded=as_labels(column.categories))
     values = np.asarray(column)
     if isinstance(column, pd.api.extensions.ExtensionArray) and pd.api.types.is_numeric_dtype(column.dtype):
-        return ObsColumn(values=_nullable(name, column), categories=None)
+        return ObsColumn(values=_nullable(name, column))
     if values.dtype.kind in NUMBERS or is_time(values.dtype):
-        return ObsColumn(values=native(values), categories=None)
+        return ObsColumn(values=native(values))
     if values.dtype.kind in STRINGS:
         strings = StringCoder(len(values))
         strings.add(values)
@@ -119,7 +124,7 @@ def as_numbers(name: str, column: Any) -> ObsColumn:
 def of_strings(strings: StringCoder) -> ObsColumn:
     """A column of strings, after all of them were added."""
     codes, labels = strings.sorted_codes()
-    return ObsColumn(values=codes, categories=labels, from_strings=True)
+    return ObsColumn(values=codes, coded=labels, from_strings=True)
 
 
 def _unfit(name: str, kind: str, where: str = "") -> OptionError:
@@ -139,6 +144,21 @@ def as_labels(categories: pd.Index) -> pd.Index:
     if isinstance(categories.dtype, pd.StringDtype):
         return pd.Index(categories.to_numpy(object), dtype=object)
     return pd.Index(categories.to_numpy(getattr(categories.dtype, "numpy_dtype", None)))
+
+
+def plain_labels(stored: Any) -> NDArray[Any] | None:
+    """Distinct strings or integers as the array that `as_labels` has of them; None for any other categories."""
+    if not isinstance(stored, np.ndarray) or stored.ndim != 1 or stored.dtype.kind not in "OTUiu":
+        return None
+    labels = native(stored) if stored.dtype.kind in "iu" else stored.astype(object)
+    listed = labels.tolist()
+    known = all(type(label) is (str if labels.dtype == object else int) for label in listed)
+    return labels if known and len(set(listed)) == len(listed) else None
+
+
+def labels_as(labels: Sequence[Any], dtype: str) -> pd.Index | NDArray[Any]:
+    """Labels that were listed, with the dtype that they had."""
+    return np.array(labels, dtype) if dtype == "object" or dtype in np.sctypeDict else pd.Index(labels, dtype=dtype)
 
 
 def native(values: NDArray[Any]) -> NDArray[Any]:
@@ -207,8 +227,8 @@ def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:
     """
     if len(columns) == 1:
         return columns[0]
-    if columns[0].categories is None:
-        return ObsColumn(values=_end_to_end(name, [column.values for column in columns]), categories=None)
+    if columns[0].coded is None:
+        return ObsColumn(values=_end_to_end(name, [column.values for column in columns]))
     from_strings = all(column.from_strings for column in columns)
     labels, tables = joined_labels([_labels(column) for column in columns], ordered=from_strings)
     recoded = []
@@ -216,7 +236,7 @@ def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:
         windows = windows_of(len(column.values))  # NumPy makes an index of 8 bytes per row
         recoded += [codes[column.values[window]] for window in windows]
     values = np.concatenate([tables[0][:0], *recoded])
-    return ObsColumn(values=values, categories=labels, from_strings=from_strings)
+    return ObsColumn(values=values, coded=labels, from_strings=from_strings)
 
 
 def joined_labels(labels: Sequence[Sequence[Any]], *, ordered: bool) -> tuple[pd.Index, list[NDArray[np.integer]]]:
@@ -240,7 +260,7 @@ def _end_to_end(name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _labels(column: ObsColumn) -> Sequence[Any]:
-    return [] if column.categories is None else column.categories.tolist()
+    return [] if column.coded is None else column.coded.tolist()
 
 
 def concatenated(name: str, columns: Sequence[Any]) -> Any:

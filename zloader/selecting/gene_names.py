@@ -10,9 +10,9 @@ from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 
 from zloader.common.checks import names_of
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import Rows
@@ -35,13 +35,15 @@ def checked_genes_by(genes_by: Any) -> Any:
 
 
 def _checked(by: Any) -> Any:
+    if by is None or isinstance(by, str):
+        return by
     if isinstance(by, pd.Series):
         if repeated := repeats(by.index):
             raise OptionError(f"genes_by has {repeated} in its index: give each gene one new name")
         by = by.to_dict()
     if isinstance(by, Mapping):
         return new_names(by.get, by)
-    if by is None or isinstance(by, str) or callable(by):
+    if callable(by):
         return by
     raise OptionError(
         "genes_by must be the name of a var column, a mapping or a function from names to new names, None, or a list "

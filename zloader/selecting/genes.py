@@ -9,17 +9,17 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.selecting.rows import range_of
 
-Genes: TypeAlias = Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series | slice
-GenesOf: TypeAlias = Genes | Mapping[str, Genes]  # of all matrices, or of each by its name
-GeneChoice: TypeAlias = GenesOf | int | str  # as an index, where one gene needs no list
+Genes: TypeAlias = "Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series | slice"
+GenesOf: TypeAlias = "Genes | Mapping[str, Genes]"  # of all matrices, or of each by its name
+GeneChoice: TypeAlias = "GenesOf | int | str"  # as an index, where one gene needs no list
 _SHOWN = 3  # genes named in a message
 
 

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.selecting.expressions import Mask
 
 RowChoice: TypeAlias = (
-    int | str | slice | Sequence[int] | Sequence[bool] | Sequence[str] | NDArray[Any] | pd.Index | pd.Series
+    "int | str | slice | Sequence[int] | Sequence[bool] | Sequence[str] | NDArray[Any] | pd.Index | pd.Series"
 )
 
 

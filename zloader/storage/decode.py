@@ -89,7 +89,7 @@ class Decoder:
         """Decodes chunks in one call and returns which are valid. The rest are decoded again singly, for errors."""
         if not self._many_at_once:
             return np.zeros(len(chunks), bool)
-        addresses, elements = np.array([view.ctypes.data for view in views]), out.view(f"u{out.itemsize}")
+        addresses, elements = np.array([view.ctypes.data for view in views], np.int64), out.view(f"u{out.itemsize}")
         if self._decompress is _copy and not self._differences:
             scratch = np.empty(self._chunk_elements if self._narrows else 0, self._unsigned)
             return copy(addresses, chunks, self._checked, elements, scratch, below)

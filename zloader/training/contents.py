@@ -199,6 +199,8 @@ class Contents:
                 "device in the training loop"
             )
         self._require_tokens_apart()
+        for name in set(self.x.names) - self._genes.keys() - self._transforming.keys():
+            self.dataset.matrices.rehearse(name, self.form.gathered(None))
 
     def _require_tokens_apart(self) -> None:
         """Raises OptionError if tokens would be lost, or made of genes that were not chosen."""

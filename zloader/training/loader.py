@@ -10,9 +10,9 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-import pandas as pd
 
 from zloader.common.checks import require_count
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.loaded import worker_info
 from zloader.common.machine import keep_freed_memory

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.checks import name_of_dtype
+from zloader.common.deferred import pd
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.loaded import is_array, is_sparse, is_tensor
 from zloader.common.messages import listed, suggestion

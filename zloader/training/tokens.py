@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.common.deferred import pd
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import TokenArrays

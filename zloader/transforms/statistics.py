@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import CsrArrays

@@ -10,9 +10,9 @@ from itertools import combinations
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import CsrArrays, Rows, X

@@ -15,11 +15,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.checks import is_number, require_at_least, require_count, require_one_of
 from zloader.common.compiled import compiled
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import CsrArrays

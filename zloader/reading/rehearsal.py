@@ -1,0 +1,32 @@
+"""Loads the compiled loops of an epoch when a Loader is made, by decoding no chunk and gathering no row.
+
+Loading the machine code of a loop takes 10 to 15 ms of Python, so that the four loops of a usual epoch take longer than
+an epoch of some thousand rows. When a Loader is made, nothing waits for minibatches yet, and processes that are forked
+later have the loops too. A loop that is not rehearsed here, such as that of a transform, is loaded when it is called.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zloader.order.permutation import permute
+from zloader.reading.forms import Form
+from zloader.reading.gather import StoreRows
+from zloader.storage.decode import CHUNK, Decoder
+from zloader.storage.layout import MatrixLayout
+
+
+def rehearse(matrix: MatrixLayout, form: Form, *, decoding: bool) -> None:
+    """Loads the loops that make `form` of all genes of a matrix, and those that decode it if `decoding`."""
+    permute(np.zeros(1, np.int64), 1, 0)
+    arrays = [np.empty(0, array.dtype) for array in matrix.arrays]
+    for layout, elements in zip(matrix.arrays, arrays, strict=True) if decoding else ():
+        Decoder(layout).decode_all([], np.empty(0, CHUNK), elements)
+    for elements in arrays:
+        elements.flags.writeable = False  # as those of a mirror or a fetch: for others, numba has another loop
+    *genes, values = arrays
+    none = np.empty(0, np.int64)
+    rows = StoreRows(
+        at=slice(None), genes=genes[0] if genes else None, values=values, starts=(none, none), lengths=none
+    )
+    form.gathered([rows], 0, n_genes=matrix.n_genes, stored=[values.dtype])
