@@ -1,4 +1,4 @@
-"""What a loader costs the training loop beside it: steps with minibatches from a warm mirror, against the same steps alone.
+"""What a loader costs the training loop beside it: steps with warm minibatches, against the same steps alone.
 
     python -m benchmarks.questions.lock STORE [--cores 1,2] [--turns 5] [--seconds 1.5] [--cases "50 operations, 64"]
 
@@ -14,10 +14,11 @@ Three sides take turns in one process per number of cores, to which it is pinned
 - engine: the same with a sketch of another design. The Loader runs in a spawned process, which copies its arrays into
   shared memory, and the training process wraps them. Each minibatch is valid until the next one is asked for.
 
-"x alone" is the time per step, with the wait for its minibatch, divided by that of the steps alone in the same turn. CPU
-is user and system time of both processes per 100 000 rows, without that of as many steps alone. "us" is the processor
-time of the training thread per minibatch, also without the step. The case "nothing" has no steps: its rows/s are those
-of the loader. The last line is one JSON document.
+"x alone" is the time per step, with the wait for its minibatch, divided by that of the steps alone in the same turn.
+"CPU s" is user and system time of both processes per 100 000 rows, without that of as many steps alone. "us" is the
+processor time of the training thread per minibatch, also without the step. Beside steps of many milliseconds both are
+lost in the noise. The case "nothing" has no steps: its rows/s are those of the loader. The last line is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -178,7 +179,10 @@ def engine(pipe: Connection, memory: str, slot_bytes: int, store: str, mirror: s
                 free += pipe.recv()
             slot, x, places = free.pop(), minibatch.x, []
             first = slot * slot_bytes
-            for array in [minibatch.obs[column], *([x] if loader.layout == "dense" else [x.indptr, x.indices, x.values])]:
+            for array in [
+                minibatch.obs[column],
+                *([x] if loader.layout == "dense" else [x.indptr, x.indices, x.values]),
+            ]:
                 np.frombuffer(shared.buf, array.dtype, array.size, first)[:] = array.reshape(-1)
                 places.append((array.dtype.str, array.shape, first))
                 first += -(-array.nbytes // 64) * 64

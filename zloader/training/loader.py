@@ -17,7 +17,7 @@ from zloader.common.errors import OptionError
 from zloader.common.loaded import worker_info
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
-from zloader.common.records import Statistics
+from zloader.common.records import MinibatchArrays, Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.cell_sets import BoundCellSets, SetCounts
 from zloader.order.controls import MatchedControls
@@ -36,7 +36,7 @@ from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_c
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
 from zloader.training.minibatch import Minibatch
 from zloader.training.of_framework import OfFramework
-from zloader.training.own_transforms import Convert, OwnTransforms, Transformed
+from zloader.training.own_transforms import Convert, Made, OwnTransforms
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
 
@@ -348,8 +348,6 @@ class Loader(OfFramework):
         )
         self._progress.follow(record)  # before the slow steps below: another thread may ask for the state during them
 
-        # A function of the user's own gets minibatches from the recipe, which converts them.
-        convert: Callable[[Any], Any] = Transformed.yielded if self._contents.own else self._converter()
         sweeping = whole.swept_rows if n_workers == 1 and not position.stretches else 0
         work = EpochWork(
             plan=plan,
@@ -363,9 +361,10 @@ class Loader(OfFramework):
         message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
         bridge, record.counters = start(work)
+        convert = functools.partial(_minibatch_of, self._converter())
         if lent is None:
-            convert = functools.partial(_finished, form, convert)
-            return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
+            taken = functools.partial(_taken, form, convert)
+            return RunningEpoch(bridge=bridge, record=record, convert=taken, uncount=uncount)
         from zloader.training.delivery import Delivered, Delivery, deliver
 
         delivery = Delivery(layout=self.layout, dtype=form.dtype)
@@ -374,21 +373,31 @@ class Loader(OfFramework):
 
     def _start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
         """Begins to make minibatches in this process."""
-        scheduler = FetchScheduler(work.recipe(), self.options, self._buffers)
+        scheduler = FetchScheduler(work.recipe(ready=True), self.options, self._buffers)
         return scheduler.start(map(work.plan.rest_of, work.remaining), name="zloader-fetch"), scheduler.counters
 
     def _converter(self) -> Convert:
         """Makes arrays of the framework, with sets and companions."""
         return with_sets(self._contents, self._sampling, self._companions)
 
-    def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0) -> Recipe:
-        """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
-        return self._contents.recipe(epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping)
+    def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0, ready: bool = False) -> Recipe:
+        """How to make minibatches of an epoch, in this process or in another that has a copy of this loader.
+
+        With `ready` they are made of arrays of the framework, if threads that gather can make these.
+        """
+        return self._contents.recipe(
+            epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping, ready=ready
+        )
 
 
-def _finished(form: XForm, convert: Callable[[Any], Any], item: Any) -> Any:
+def _minibatch_of(convert: Convert, arrays: MinibatchArrays) -> Minibatch:
+    (minibatch,) = convert(arrays, (0, len(arrays.index)))
+    return minibatch
+
+
+def _taken(form: XForm, convert: Callable[[MinibatchArrays], Minibatch], item: Made | MinibatchArrays) -> Any:
     """What the consumer gets for an item of the bridge. A batch_transform may have returned anything."""
-    made = convert(item)
+    made = item.yielded() if isinstance(item, Made) else convert(item)
     return form.framework.finished(made, form.device) if isinstance(made, Minibatch) else made
 
 
