@@ -30,7 +30,7 @@ from zloader.reading.matrix_parts import opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
 from zloader.reading.recipe import Recipe
-from zloader.reading.resources import BufferPool, Counters, timed
+from zloader.reading.resources import BufferPool, Counters, begun, timed
 from zloader.reading.row_reader import RowReader
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import shares
@@ -66,7 +66,7 @@ class _Loaded:
 
 
 # Minibatches that a thread makes, and what they hold meanwhile. After the last ones of a fetch comes the fetch itself.
-_Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Task[tuple[Sequence[Any], float]], Claim] | _Loaded | None]"
+_Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Future[tuple[Sequence[Any], float]], Claim] | _Loaded | None]"
 
 
 class FetchScheduler:
@@ -107,7 +107,7 @@ class FetchScheduler:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._load_ahead(fetches, readers, loads, group))
                     group.create_task(self._put_in_order(jobs, put))
-                    await self._gather_in_order(loads, gathering, jobs, group)
+                    await self._gather_in_order(loads, gathering, jobs)
             finally:
                 gathering.shutdown(wait=False, cancel_futures=True)
 
@@ -177,7 +177,6 @@ class FetchScheduler:
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
         threads: ThreadPoolExecutor,
         jobs: _Jobs,
-        group: asyncio.TaskGroup,
     ) -> None:
         """Begins to gather the minibatches of each load in threads, as fast as they fit into memory."""
         recipe, columns = self._recipe, self._recipe.columns
@@ -194,7 +193,7 @@ class FetchScheduler:
             n_bytes = GroupBytes(recipe, loaded.planned.fetch, [rows.planned for rows in loaded.x])
             for cuts in self._gates.groups(loaded.planned.fetch.cuts, n_bytes):
                 claim = await self._gates.group_begins(max(1, n_bytes(cuts)))
-                jobs.put_nowait((group.create_task(timed(threads, self._make, loaded, without_x, cuts)), claim))
+                jobs.put_nowait((begun(threads, self._make, loaded, without_x, cuts), claim))
             jobs.put_nowait(loaded)
         jobs.put_nowait(None)
 

@@ -246,7 +246,7 @@ class Making:
         if arrays.names is not None:
             fields["obs_names"] = [arrays.names[first:last] for first, last in pairwise(cuts)]
         if arrays.present:
-            fields["present"] = self._by_name(arrays.present, cuts)
+            fields["present"] = [dict(each) for each in self._by_name(arrays.present, cuts)]
         if arrays.tokens is not None:
             tokens = (arrays.tokens.cut(first, last) for first, last in pairwise(cuts))
             fields["tokens"] = [Tokens.of(each, framework.array) for each in tokens]
