@@ -24,7 +24,7 @@ from zloader.ray.alive import cluster_of_ray
 from zloader.ray.producers import CarriedError, Producer, pickled
 from zloader.reading.resources import Counters
 from zloader.training.loader import Loader
-from zloader.training.own_transforms import Transformed
+from zloader.training.own_transforms import Made
 
 _LOST = (
     ray.exceptions.RayActorError,  # the actor died, or its machine cannot be reached
@@ -142,7 +142,7 @@ class RemoteMaking:
         return [self._received(item) for item in items], counted
 
     def _received(self, item: Any) -> Any:
-        if isinstance(item, Transformed) and isinstance(item.error, CarriedError):
+        if isinstance(item, Made) and isinstance(item.error, CarriedError):
             return replace(item, error=item.error.opened(self._member.where))
         return writable(item)
 

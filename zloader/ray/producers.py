@@ -33,7 +33,7 @@ from zloader.reading.matrix_rows import held_share
 from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.training.loader import Loader
-from zloader.training.own_transforms import Transformed
+from zloader.training.own_transforms import Made
 from zloader.training.tensors import silence_sparse_warnings
 
 _MOST_BYTES = 1 << 20  # of a pickled error
@@ -171,7 +171,7 @@ def _carried() -> Iterator[None]:
 
 def _sendable(item: Any) -> Any:
     """A minibatch as Ray can send it: an error instead of a minibatch is carried, too."""
-    if isinstance(item, Transformed) and item.error is not None:
+    if isinstance(item, Made) and item.error is not None:
         return replace(item, error=carried(item.error))
     return item
 

@@ -6,7 +6,6 @@ The options come in three parts, each of which checks itself: the form of x, the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,8 +34,8 @@ from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, GenesOf
 from zloader.training.chosen_framework import framework_of
 from zloader.training.frameworks import Framework
-from zloader.training.minibatch import Minibatch, as_minibatch, usable_dtype
-from zloader.training.own_transforms import Convert, OwnTransforms
+from zloader.training.minibatch import Making, Minibatch, usable_dtype
+from zloader.training.own_transforms import Convert, Made, OwnTransforms
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.transform import Transforms, transforms_of
 
@@ -78,14 +77,22 @@ class XForm:
 
         return LentMemory(opened(self.device))
 
-    def finishing(self, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Makes what `convert` makes, as the consumer gets it. A batch_transform may have returned anything."""
+    def finishing(self, convert: Callable[[MinibatchArrays], Minibatch]) -> Callable[[Made | MinibatchArrays], Any]:
+        """What the consumer gets for an item of the bridge. A batch_transform may have returned anything."""
 
-        def finished(item: Any) -> Any:
-            made = convert(item)
+        def finished(item: Made | MinibatchArrays) -> Any:
+            made = item.yielded() if isinstance(item, Made) else convert(item)
             return self.framework.finished(made, self.device) if isinstance(made, Minibatch) else made
 
         return finished
+
+    @property
+    def made_ahead(self) -> bool:
+        """Whether threads that gather may make minibatches: not those of arrays for a device, nor those of AnnData.
+
+        An AnnData changes the warning filters of the process while it is made, which several threads must not do.
+        """
+        return self.layout != "anndata" and not self.delivered
 
     def gathered(self, lent: LentMemory | None) -> Form:
         """How x is gathered, for a device in its `lent` memory."""
@@ -220,8 +227,12 @@ class Contents:
         """Makes arrays of the framework of the arrays of a minibatch, without sets and companions."""
         framed = self.x.names if self.form.layout == "anndata" else []
         var = {name: self.dataset.matrices.var_of(name, self._genes.get(name)) for name in framed}
-        return functools.partial(
-            as_minibatch, self.dataset, self.x.x, self.form.framework, self.form.gathered_layout, var
+        return Making(
+            dataset=self.dataset,
+            x=self.x.x,
+            framework=self.form.framework,
+            layout=self.form.gathered_layout,
+            var=var,
         )
 
     def recipe(
@@ -233,8 +244,12 @@ class Contents:
         seed: int,
         lent: LentMemory | None = None,
         sweeping: int = 0,
+        ready: bool = False,
     ) -> Recipe:
-        """How to make the minibatches of an epoch. `converter` makes the minibatches that the user's functions get."""
+        """How to make the minibatches of an epoch. `converter` makes the minibatches that the user's functions get.
+
+        With `ready`, threads that gather also make the minibatches, if they can.
+        """
         transforms = {name: replace(each, seed=int(seed), epoch=epoch) for name, each in self._transforming.items()}
         x, matrices = {}, self.dataset.matrices.of_all_genes
         for name in self.x.loaded:
@@ -253,7 +268,7 @@ class Contents:
                 self.rows.columns(self.dataset.whole, options, named=self.form.layout == "anndata"),
                 present=matrices.present([*map(modality_of, self.x.loaded), *self.rows.modalities(self.dataset)]),
             ),
-            cutting=self.own.cutting(converter) if self.own else Cutting(),
+            cutting=self.own.cutting(converter) if self.own or (ready and self.form.made_ahead) else Cutting(),
             sweeping=sweeping,
         )
 
@@ -298,11 +313,11 @@ def with_sets(contents: Contents, sampling: Sampling, companions: Companions | N
 class WithSets:
     """Makes minibatches of arrays, whose rows are followed by their companions.
 
-    `convert` makes a minibatch without companions and sets, and `array` an array of its framework. Sets agree in the
+    `convert` makes minibatches without companions and sets, and `array` an array of its framework. Sets agree in the
     obs columns `group` of `dataset`.
     """
 
-    convert: Callable[[MinibatchArrays], Minibatch]
+    convert: Convert
     array: Callable[[NDArray[Any]], Any]
     dataset: Dataset
     companions: Companions | None
@@ -312,11 +327,14 @@ class WithSets:
     def _columns(self) -> dict[str, ObsColumn]:
         return {name: self.dataset.whole.obs_column(name) for name in self.group}
 
-    def __call__(self, arrays: MinibatchArrays) -> Minibatch:
+    def __call__(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
+        return list(map(self._minibatch, gather.cut_apart(arrays, cuts)))
+
+    def _minibatch(self, arrays: MinibatchArrays) -> Minibatch:
         more: dict[str, Any] = {}
         if self.companions is not None:
             arrays, more = self._with(self.companions, arrays)
-        minibatch = replace(self.convert(arrays), **more)
+        minibatch = replace(self._converted(arrays), **more)
         if not self.group:
             return minibatch
         assert arrays.sets is not None
@@ -325,6 +343,10 @@ class WithSets:
         group = {name: column.labels_of(first) for name, column in self._columns.items()}
         return replace(minibatch, set_of_row=self.array(sets), group=group)
 
+    def _converted(self, arrays: MinibatchArrays) -> Minibatch:
+        (minibatch,) = self.convert(arrays, (0, len(arrays.index)))
+        return minibatch
+
     def _with(self, companions: Companions, arrays: MinibatchArrays) -> tuple[MinibatchArrays, dict[str, Any]]:
         """The rows without their companions, and the fields that these become."""
         n_rows = len(arrays.index) // (1 + companions.per_row)
@@ -332,9 +354,9 @@ class WithSets:
         first = n_rows
         if companions.controls is not None:
             first += n_rows * companions.controls.n
-            more["control"] = self.convert(gather.cut(arrays, n_rows, first))
+            more["control"] = self._converted(gather.cut(arrays, n_rows, first))
         if companions.neighbors is not None:
-            more["neighbors"] = self.convert(gather.cut(arrays, first, len(arrays.index)))
+            more["neighbors"] = self._converted(gather.cut(arrays, first, len(arrays.index)))
             weights = companions.neighbors.weights_of(arrays.index[:n_rows])
             more["neighbor_weights"] = self.array(weights)
         return gather.cut(arrays, 0, n_rows), more
