@@ -50,7 +50,6 @@ from zloader.common.messages import size
 _START_S = 10.0  # for a process of a tool: imports and opening
 _LEAST_S = 2.0  # of an epoch, without which nothing is measured
 _ENOUGH_S = 8.0  # of an epoch, for which there should be more turns
-_MOST_TURNS = 9
 _COUNTED_SHARE = 0.6  # of the seconds of an epoch; the others are for its first minibatch
 _LATE = 3.0  # times the seconds that a process has, after which it is killed
 _PREPARING_S = 40.0  # opening, link, trial and costs
@@ -81,7 +80,7 @@ class RealSession(Session):
         return contextlib.nullcontext(self.where)
 
     def taking_part(self, scenario: str, turn: int, data: str = "store") -> list[Contender]:
-        """All contenders, every other turn in reverse order; none once another turn like the last would end too late."""
+        """All contenders, every other turn in reverse order. None if a turn as long as the last would end too late."""
         now = time.monotonic()
         if turn > 1 and 2 * now - self._turn_at > self.ends_at:
             self.ends_at = now  # for the turns after it, too
@@ -97,6 +96,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         "--store", required=True, metavar="URL", help="a local path, s3://, gs://, az://, hf:// or http"
     )
     parser.add_argument("--minutes", type=float, default=30, help="of the whole run (default: 30)")
+    parser.add_argument("--turns", type=int, default=9, help="the most, if there is time for them (default: 9)")
     parser.add_argument("--peers", default=",".join(peers.MODULES), help="comma-separated (default: all)")
     parser.add_argument("--output", type=Path, metavar="PAGE.html", help="default: a new file in the current folder")
     parser.add_argument("--work", type=Path, help="directory for mirrors (default: a temporary directory)")
@@ -111,6 +111,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--peers: unknown: {', '.join(sorted(unknown))} (known: {', '.join(peers.MODULES)})")
     if not (math.isfinite(options.minutes) and options.minutes > 0):
         parser.error(f"--minutes must be a number above 0, not {options.minutes:g}")
+    if options.turns < 1:
+        parser.error(f"--turns must be at least 1, not {options.turns}")
     options.output = options.output or Path(time.strftime("real-%Y%m%d-%H%M%S.html"))
     options.records = options.output.with_suffix(".jsonl")
     for path in (options.output, options.records):
@@ -139,7 +141,7 @@ def location(options: argparse.Namespace) -> tuple[StoreElsewhere, str]:
     return StoreElsewhere(url=options.store, storage_options=given), f"remote {form}"
 
 
-def preset_of(store: Opened, n_sides: int, seconds: float, free_bytes: int) -> Preset:
+def preset_of(store: Opened, n_sides: int, seconds: float, free_bytes: int, most_turns: int = 9) -> Preset:
     """The sizes and times of the run. Exits if the time is too short for the store."""
     each_s = seconds / n_sides
     epoch_s = next((found for turns in (3, 2) if (found := _epoch_s(each_s, turns)) >= _ENOUGH_S), _epoch_s(each_s, 1))
@@ -154,7 +156,7 @@ def preset_of(store: Opened, n_sides: int, seconds: float, free_bytes: int) -> P
         QUICK,
         rows=rows,
         genes=store.data.genes,
-        turns=_MOST_TURNS,
+        turns=most_turns,
         other_turns={},
         peer_s=each_s,
         most_s=most_s,
@@ -225,7 +227,7 @@ def measure(session: RealSession, options: argparse.Namespace, ready: list[float
     session.say(f"{', '.join(sorted(names))}: {options.minutes:g} minutes")
     store = opened(session.where, seconds)
     session.data = {store.data.name: store.data}
-    session.preset = preset_of(store, len(names), seconds, shutil.disk_usage(session.work).free)
+    session.preset = preset_of(store, len(names), seconds, shutil.disk_usage(session.work).free, options.turns)
     if session.preset.rows < store.data.rows:
         session.contenders = [sampled(each, session.preset.rows) for each in session.contenders]
     said = points(store, session.where, session.preset, session.prices)
