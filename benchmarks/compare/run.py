@@ -81,6 +81,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     output.add_argument("--resume", type=Path, metavar="FILE.jsonl", help="the output of a run that was stopped")
     parser.add_argument("--work", type=Path, help="directory for data and stores (default: a temporary directory)")
     parser.add_argument("--total-mbps", type=float, default=400, help="MB/s of the cloud's link (default: 400)")
+    parser.add_argument(
+        "--tls", action="store_true", help="the cloud is https, with a certificate authority of its own"
+    )
     Prices.add_options(parser)
     rivals.add_options(parser)
     options = parser.parse_args(arguments)
@@ -246,7 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
         session = Session(
             preset=PRESETS[options.preset],
             prices=Prices.given(options),
-            speed=LinkSpeed(total_mbps=options.total_mbps),
+            speed=LinkSpeed(total_mbps=options.total_mbps, tls=options.tls),
             work=Path(directory).absolute(),
             output=output,
             earlier=earlier,

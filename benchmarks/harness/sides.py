@@ -182,7 +182,8 @@ def reader(
     The first part of `name` is the tool. glibc keeps freed memory if "kept" is in the name.
     """
     kind = name.split(",")[0]
-    env = measuring.importing(**(KEPT if "kept" in name else {}))
+    trust = source.cloud.trust() if source.cloud else {}
+    env = measuring.importing(**(KEPT if "kept" in name else {}), **trust)
     command = program("harness.readers", kind, json.dumps({**source.options(), **options}), python=python)
     with tempfile.NamedTemporaryFile("a", prefix=kind, suffix=".txt", dir=work, delete=False) as stderr:
         errors = Path(stderr.name)

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from benchmarks.compare.reporting import elsewhere, figures
 from benchmarks.compare.reporting.records import Key, Records, Run
@@ -388,12 +389,12 @@ def _after(run: Run) -> str:
     return f", {most_s:g} s after their first minibatch" if isinstance(most_s, int | float) else ""
 
 
-def _link(link: Mapping[str, float]) -> str:
+def _link(link: Mapping[str, Any]) -> str:
     """The link of the simulated cloud, as cloud.LinkSpeed has it."""
     return (
         f"The link of the simulated cloud: a median of {link.get('ttfb_ms', 0):g} ms to the first byte (log-normal, "
         f"sigma {link.get('ttfb_sigma', 0):g}), {link.get('conn_mbps', 0):g} MB/s per connection, and "
-        f"{link.get('total_mbps', 0):g} MB/s in all."
+        f"{link.get('total_mbps', 0):g} MB/s in all{', over TLS' if link.get('tls') else ''}."
     )
 
 
