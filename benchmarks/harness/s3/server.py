@@ -165,7 +165,10 @@ class Server(ABC):
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls:
-            sock = TlsSocket(sock, self._tls)
+            try:
+                sock = TlsSocket(sock, self._tls)
+            except OSError:  # the client disconnected, and the socket is closed
+                return
         self._connections[sock.fileno()] = Connection(sock=sock)
         self.tally.count("connections")
         # edge-triggered, so that one registration lasts as long as the connection
