@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import benchmarks.real as real
 from benchmarks.compare import opening, peers, rivals
 from benchmarks.compare.inputs import Data
 from benchmarks.compare.reporting import records
+from benchmarks.compare.session import Contender, WrongRows, expect
 from benchmarks.harness import measuring
 from benchmarks.harness.cloud import Cloud, LinkSpeed, cloud
 from benchmarks.harness.sides import StoreElsewhere
@@ -187,6 +189,20 @@ def test_a_large_store_is_sampled_by_time_and_disk(capsys):
     assert real.preset_of(store_of(100), 2, 1000.0, 10**9).fetch_rows == 64
     with pytest.raises(SystemExit, match="zloader would read only 0 cells"):
         real.preset_of(store_of(10**6, rows_per_s=10), 2, 100.0, 10**9)
+
+
+def test_a_sample_is_compared_by_its_own_rows(tmp_path):
+    data = replace(store_of(1000).data, total=50.0)
+    contender = Contender(name="zloader", tool="zloader", python=tmp_path, side=peers.peer("zloader").sides["zloader"])
+    side = real.sampled(contender, 640).side
+    expect({"rows": 640, "ended": True, "total": 30.0}, data, side)
+    for rows, ended in ((1000, True), (639, True), (641, False)):
+        with pytest.raises(WrongRows):
+            expect({"rows": rows, "ended": ended, "total": 30.0}, data, side)
+    with pytest.raises(WrongRows):
+        expect({"rows": 1000, "ended": True, "total": 30.0}, data, contender.side)
+    other = replace(contender, tool="annbatch")
+    assert real.sampled(other, 640) is other
 
 
 @pytest.mark.parametrize("n_sides", [1, 2, 9])
