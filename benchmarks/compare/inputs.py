@@ -17,7 +17,7 @@ SCREEN_SET = 64  # cells in a set of the drug screen
 class Data:
     """An .h5ad file and its true figures. `total` is the sum of all values of X. `label` is a categorical obs column.
 
-    For a drug screen, `rows` and `total` are those of the treated rows.
+    For a drug screen, `rows` and `total` are those of the treated rows. `total` is None if nobody knows.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Data:
     rows: int
     genes: int
     values: int
-    total: float
+    total: float | None
     label: str
 
 

@@ -23,6 +23,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,24 @@ def environment(
             raise EnvironmentFailed(f"{name} could not be installed: {last_lines(done.stderr or done.stdout)}")
     record.write_text(requirements)
     return executable
+
+
+def installed(name: str, directory: Path | None = None) -> Path:
+    """A Python in which a rival is installed: of an environment that was made before, or this one.
+
+    Raises EnvironmentFailed if there is none; nothing is installed.
+    """
+    rival = peers.peer(name)
+    home = (directory or default_directory()).expanduser().absolute() / name
+    if (home / "made_of.json").exists():
+        return home / "bin" / "python"
+    needed = [re.split(r"[^\w.-]", requirement)[0] for requirement in rival.requirements]
+    if missing := sorted(set(needed) - set(versions(needed))):
+        raise EnvironmentFailed(
+            f"{', '.join(missing)} not installed: install it in this Python, or run "
+            f"python -m benchmarks.compare.rivals make {name}"
+        )
+    return Path(sys.executable)
 
 
 class EnvironmentFailed(SystemExit):

@@ -81,9 +81,10 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     output.add_argument("--resume", type=Path, metavar="FILE.jsonl", help="the output of a run that was stopped")
     parser.add_argument("--work", type=Path, help="directory for data and stores (default: a temporary directory)")
     parser.add_argument("--total-mbps", type=float, default=400, help="MB/s of the cloud's link (default: 400)")
-    for name, value in vars(Prices()).items():
-        text = f"dollars of a {name.replace('_', ' ')} (default: {value:g})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help=text)
+    parser.add_argument(
+        "--tls", action="store_true", help="the cloud is https, with a certificate authority of its own"
+    )
+    Prices.add_options(parser)
     rivals.add_options(parser)
     options = parser.parse_args(arguments)
     for name, known in (("peers", peers.MODULES), ("scenario", SCENARIOS)):
@@ -105,8 +106,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def about(options: argparse.Namespace, session: Session) -> Figures:
-    """The first record: what is run, where, and on which data."""
+def about(options: argparse.Namespace, session: Session, *, module: str = "compare.run") -> Figures:
+    """The first record: what is run, by which module, where, and on which data."""
     data = [
         {"name": each.name, "rows": each.rows, "genes": each.genes, "values": each.values}
         for each in session.data.values()
@@ -116,7 +117,7 @@ def about(options: argparse.Namespace, session: Session) -> Figures:
         "began": now(),
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "command": ["python", "-m", "benchmarks.compare.run", *sys.argv[1:]],
+        "command": ["python", "-m", f"benchmarks.{module}", *sys.argv[1:]],
         "preset": options.preset,
         "sizes": dict(vars(session.preset)),
         "tools": options.peers,
@@ -131,7 +132,7 @@ def about(options: argparse.Namespace, session: Session) -> Figures:
         "load": os.getloadavg(),
         "rows": session.preset.rows,
         "data": data,
-        "link": vars(session.speed),
+        "link": vars(session.speed) if session.speed else None,
         "prices": vars(session.prices),
     }
 
@@ -247,8 +248,8 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         session = Session(
             preset=PRESETS[options.preset],
-            prices=Prices(**{name: getattr(options, name) for name in vars(Prices())}),
-            speed=LinkSpeed(total_mbps=options.total_mbps),
+            prices=Prices.given(options),
+            speed=LinkSpeed(total_mbps=options.total_mbps, tls=options.tls),
             work=Path(directory).absolute(),
             output=output,
             earlier=earlier,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from benchmarks.compare.rivals import EnvironmentFailed
 from benchmarks.harness import measuring
 from benchmarks.harness.cloud import LinkSpeed
 from benchmarks.harness.measuring import CommandFailed, Figures
-from benchmarks.harness.sides import Reader, ReaderFailed, reader, store_location
+from benchmarks.harness.sides import Reader, ReaderFailed, StoreLocation, reader, store_location
 
 _DIFFERENCE = 1e-6  # of a sum of values: tools add up float32 in different orders
 Case = Mapping[str, Any]
@@ -45,6 +47,18 @@ class Prices:
         """The dollars of an epoch."""
         return gets / 1e3 * self.thousand_gets + n_bytes / 1e9 * self.gigabyte_egress
 
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """An option for each price."""
+        for name, value in vars(cls()).items():
+            text = f"dollars of a {name.replace('_', ' ')} (default: {value:g})"
+            parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help=text)
+
+    @classmethod
+    def given(cls, options: argparse.Namespace) -> Prices:
+        """The prices of a command line."""
+        return cls(**{name: getattr(options, name) for name in vars(cls())})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
@@ -62,7 +76,7 @@ class Session:
 
     preset: Preset
     prices: Prices
-    speed: LinkSpeed
+    speed: LinkSpeed | None
     work: Path
     output: Path
     contenders: list[Contender] = field(default_factory=list)
@@ -145,7 +159,7 @@ class Session:
             if self.earlier.missing.issuperset(found.sides):
                 continue
             try:
-                python = self._python(name, found, options)
+                python = self.python(name, found, options)
                 command = measuring.program("compare.rivals", "versions", name, python=python)
                 done = subprocess.run(command, check=True, capture_output=True, text=True, env=measuring.importing())
                 versions = json.loads(done.stdout)
@@ -162,7 +176,8 @@ class Session:
                 self.contenders.append(Contender(name=side_name, tool=name, python=python, side=side))
         return records
 
-    def _python(self, name: str, found: Peer, options: Any) -> Path:
+    def python(self, name: str, found: Peer, options: Any) -> Path:
+        """The Python that runs a tool. Raises EnvironmentFailed."""
         if name == "zloader" or (options.tiny and found.light):
             return Path(sys.executable)
         given = {"python": options.python, "directory": options.environments, "constrain": options.constrain}
@@ -214,19 +229,22 @@ class Session:
 
     # ---- processes
 
+    def located(self, contender: Contender, data: Data, *, cloud: bool) -> AbstractContextManager[StoreLocation]:
+        """Where a contender reads the data. Raises CommandFailed if its store cannot be converted."""
+        return store_location(self.store(contender, data), self.speed if cloud else None)
+
     @contextlib.contextmanager
     def reader(
         self, contender: Contender, data: Data, options: Case, *, mirror: Path | None = None, cloud: bool = False
     ) -> Iterator[Reader]:
         """Starts a process of a contender. Raises CommandFailed if its store cannot be converted."""
-        store = self.store(contender, data)
         given = {"obs": data.label, "workers": len(os.sched_getaffinity(0)), **self.sizes(), **options}
         given |= contender.side.options
         if contender.side.mirrored:
             given["mirror"] = str(mirror or self.mirror(data))
         kept = ", kept" if "memory kept" in contender.name else ""
         with (
-            store_location(store, self.speed if cloud else None) as location,
+            self.located(contender, data, cloud=cloud) as location,
             reader(
                 contender.tool + kept, contender.python, location, given, self.work, deadline_s=self.preset.deadline_s
             ) as one,
@@ -261,7 +279,8 @@ class Session:
         most_s = self.preset.check_s if thoroughly else self.most_s(side)
         figures = self.cached(one, data, check=True, most_s=most_s)
         expect(figures, data, side)
-        compared = "rows and values" if "total" in figures else "rows"
+        known = "total" in figures and data.total is not None and "sample" not in side.options
+        compared = "rows and values" if known else "rows"
         found: Figures = {"checked": compared if figures["ended"] and side.whole else None}
         return found | ({"entropy": figures["entropy"]} if "entropy" in figures else {})
 
@@ -287,10 +306,13 @@ class Place:
 
 def expect(figures: Figures, data: Data, side: Side) -> None:
     """Raises WrongRows unless an epoch gave out all rows, and the right values if it summed them."""
-    if not side.whole and figures["rows"] <= data.rows:
+    rows = side.options.get("sample", data.rows)
+    if not side.whole and figures["rows"] <= rows:
         return
-    if figures["rows"] > data.rows or (figures["ended"] and figures["rows"] != data.rows):
-        raise WrongRows(f"an epoch gave {figures['rows']:,} rows, and the data have {data.rows:,}")
+    if figures["rows"] > rows or (figures["ended"] and figures["rows"] != rows):
+        raise WrongRows(f"an epoch gave {figures['rows']:,} rows, and the data have {rows:,}")
     total = figures.get("total")
-    if figures["ended"] and total is not None and abs(total - data.total) > _DIFFERENCE * abs(data.total):
+    if not figures["ended"] or total is None or data.total is None or "sample" in side.options:
+        return
+    if abs(total - data.total) > _DIFFERENCE * abs(data.total):
         raise WrongRows(f"the values of an epoch add up to {total:,.0f}, and those of the data to {data.total:,.0f}")

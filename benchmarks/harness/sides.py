@@ -80,6 +80,42 @@ class StoreLocation:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreElsewhere(StoreLocation):
+    """A store that is only read, where it lies: in a bucket, or at a path of this machine, which is then `store`.
+
+    Nothing reads it beforehand. In a bucket, the bytes of an epoch are all that this machine received meanwhile.
+    """
+
+    store: Path | None = None
+    storage_options: Mapping[str, Any] | None = None
+
+    def options(self) -> Figures:
+        """The options of a reader for this location."""
+        return {"store": self.url} | ({} if self.store else {"storage_options": dict(self.storage_options or {})})
+
+    def files(self) -> list[Path]:
+        """The files of a local store."""
+        return super().files() if self.store else []
+
+    def counted(self, epoch: Callable[[], Figures]) -> Figures:
+        """Runs an epoch with the page cache as it is."""
+        return self.served(epoch)
+
+    def served(self, epoch: Callable[[], Figures]) -> Figures:
+        """Runs an epoch. Adds the bytes that were received, and the GETs if the side counts its own."""
+        before = received_bytes()
+        figures = epoch()
+        counts = {"requests": figures.get("gets"), "served_bytes": received_bytes() - before}
+        return figures if self.store else {**figures, **counts}
+
+
+def received_bytes() -> int:
+    """The bytes that all network interfaces of this machine have received so far."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[0]) for line in lines)
+
+
 @contextlib.contextmanager
 def store_location(store: Path, speed: LinkSpeed | None) -> Iterator[StoreLocation]:
     """Yields the location of a store, and serves it at `speed` if that is given. Its folder is the bucket."""
@@ -146,7 +182,8 @@ def reader(
     The first part of `name` is the tool. glibc keeps freed memory if "kept" is in the name.
     """
     kind = name.split(",")[0]
-    env = measuring.importing(**(KEPT if "kept" in name else {}))
+    trust = source.cloud.trust() if source.cloud else {}
+    env = measuring.importing(**(KEPT if "kept" in name else {}), **trust)
     command = program("harness.readers", kind, json.dumps({**source.options(), **options}), python=python)
     with tempfile.NamedTemporaryFile("a", prefix=kind, suffix=".txt", dir=work, delete=False) as stderr:
         errors = Path(stderr.name)
@@ -165,11 +202,13 @@ def reader(
         try:
             yield one
         finally:
-            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-                process.stdin.close()  # it ends by itself, and removes what it shares with its workers
-                process.wait(_ENDING_S)
-            one.kill()
-            errors.unlink()
+            try:
+                with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                    process.stdin.close()  # it ends by itself, and removes what it shares with its workers
+                    process.wait(_ENDING_S)
+            finally:  # also if Ctrl-C ends the waiting
+                one.kill()
+                errors.unlink()
 
 
 def filling_epoch(reader: Reader, work: Path, **request: Any) -> Figures:

@@ -127,4 +127,4 @@ def test_copies_of_the_values_of_chosen_genes_are_counted(store, dense):
         form.gathered([gather.choose(rows, chosen)], N_ROWS, n_genes=5, stored=planned.stored)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most <= planned.x_bytes(np.arange(N_ROWS), form) + 64 * N_ROWS + 50_000
+    assert most <= planned.row_bytes(form).sum() + 64 * N_ROWS + 50_000

@@ -29,6 +29,7 @@ def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]
     bucket, _, prefix = location.path.partition("/")
     prefix += "/" if prefix else ""
     if location.scheme == "s3":
+        trust_bundle()
         return _s3(bucket, prefix, s3_access(location.storage_options), credentials)
     return _gcs(bucket, prefix, location.storage_options)
 
@@ -39,6 +40,12 @@ def set_curl_timeouts() -> None:
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
     os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")  # default: 30 s, too long for retries
+
+
+def trust_bundle() -> None:
+    """Has TensorStore trust the certificate authorities that botocore trusts. It reads this once per process."""
+    if bundle := os.environ.get("AWS_CA_BUNDLE"):
+        os.environ.setdefault("TENSORSTORE_CA_BUNDLE", bundle)
 
 
 def _requests(driver: str) -> dict[str, Any]:

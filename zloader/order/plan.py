@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -178,7 +179,7 @@ class Plan:
             return self.sampling.region_rows
         return self.dataset_rows if self.world_size == 1 else 0
 
-    @property
+    @cached_property
     def n_rows(self) -> int:
         """Rows per epoch over all ranks."""
         n_rows = self.sampling.n_rows(self.dataset_rows)
@@ -186,7 +187,7 @@ class Plan:
             raise OptionError(f"n_rows of {self.sampling} must return a whole number, not {n_rows!r:.100}")
         return int(n_rows)
 
-    @property
+    @cached_property
     def _unit(self) -> int:
         """The rows that no minibatch divides: a set, or all rows of a minibatch; otherwise one."""
         return int(self.sampling.unit)
@@ -211,14 +212,14 @@ class Plan:
         """Units in one full minibatch of every rank."""
         return self.world_size * self._minibatch_units
 
-    @property
+    @cached_property
     def n_minibatches(self) -> int:
         """Minibatches of this rank, which is the same number on every rank."""
         full, left = divmod(self._n_units, self._round_units)
         dropped = not self.pads and (self._all_full or self._n_units < self.world_size)
         return full + (left > 0 and not dropped)
 
-    @property
+    @cached_property
     def _n_spread(self) -> int:
         """The minibatches of this rank that are spread over the fetches.
 
@@ -234,7 +235,7 @@ class Plan:
         step = block_size // math.gcd(block_size, self.batch_size)
         return 1 if self.fetch_factor % step else step
 
-    @property
+    @cached_property
     def n_fetches(self) -> int:
         """Fetches of this rank."""
         return -(-self._n_spread // self.fetch_factor)

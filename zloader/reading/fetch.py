@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,12 +25,12 @@ from zloader.order.plan import Fetch
 from zloader.reading.back_pressure import Claim, Gates
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.column_rows import LoadedColumn, PagedColumn, load_column, release, rows_of
-from zloader.reading.forms import Form
+from zloader.reading.group_bytes import GroupBytes
 from zloader.reading.matrix_parts import opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
 from zloader.reading.recipe import Recipe
-from zloader.reading.resources import BufferPool, Counters, timed
+from zloader.reading.resources import BufferPool, Counters, begun, timed
 from zloader.reading.row_reader import RowReader
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import shares
@@ -67,7 +66,7 @@ class _Loaded:
 
 
 # Minibatches that a thread makes, and what they hold meanwhile. After the last ones of a fetch comes the fetch itself.
-_Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Task[tuple[Sequence[Any], float]], Claim] | _Loaded | None]"
+_Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Future[tuple[Sequence[Any], float]], Claim] | _Loaded | None]"
 
 
 class FetchScheduler:
@@ -108,7 +107,7 @@ class FetchScheduler:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._load_ahead(fetches, readers, loads, group))
                     group.create_task(self._put_in_order(jobs, put))
-                    await self._gather_in_order(loads, gathering, jobs, group)
+                    await self._gather_in_order(loads, gathering, jobs)
             finally:
                 gathering.shutdown(wait=False, cancel_futures=True)
 
@@ -178,10 +177,9 @@ class FetchScheduler:
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
         threads: ThreadPoolExecutor,
         jobs: _Jobs,
-        group: asyncio.TaskGroup,
     ) -> None:
         """Begins to gather the minibatches of each load in threads, as fast as they fit into memory."""
-        columns = self._recipe.columns
+        recipe, columns = self._recipe, self._recipe.columns
         self._columns = await aside(columns.obs)
         self._obsm = await aside(columns.obsm)
         if self._recipe.tokens is not None and self._recipe.tokens.totals is not None:
@@ -192,9 +190,10 @@ class FetchScheduler:
             if columns.names is not None:  # aside, because it may read from the store
                 names = await aside(columns.names, loaded.planned.fetch.rows)
             without_x, _ = await timed(threads, self._without_x, loaded, names)
-            for cuts in self._gates.groups(loaded.planned.fetch.cuts, partial(self._x_bytes, loaded)):
-                claim = await self._gates.group_begins(max(1, self._x_bytes(loaded, cuts)))
-                jobs.put_nowait((group.create_task(timed(threads, self._make, loaded, without_x, cuts)), claim))
+            n_bytes = GroupBytes(recipe, loaded.planned.fetch, [rows.planned for rows in loaded.x])
+            for cuts in self._gates.groups(loaded.planned.fetch.cuts, n_bytes):
+                claim = await self._gates.group_begins(max(1, n_bytes(cuts)))
+                jobs.put_nowait((begun(threads, self._make, loaded, without_x, cuts), claim))
             jobs.put_nowait(loaded)
         jobs.put_nowait(None)
 
@@ -220,30 +219,6 @@ class FetchScheduler:
             self._gates.group_is_made(claim, put_bytes)
             await put(minibatches, put_bytes)
             self._gates.group_ends(claim)
-
-    def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
-        """Bytes of x and of the tokens in the minibatches between cuts, or an upper bound."""
-        taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
-        tokens = self._recipe.tokens
-        n_bytes = 0
-        for name, rows in zip(self._recipe.x, (each.planned for each in loaded.x), strict=True):
-            if self._is_wanted(name):
-                n_bytes += self._bytes_of(name, rows, taken)
-            if tokens is not None and tokens.x == name:
-                n_bytes += rows.x_bytes(taken, rows.exact)
-                n_bytes += tokens.n_bytes(rows.lengths[taken])
-        return n_bytes
-
-    def _is_wanted(self, name: str) -> bool:
-        return self._recipe.wanted is None or name in self._recipe.wanted
-
-    def _bytes_of(self, name: str, rows: PlannedRows, taken: Rows) -> int:
-        transforming = self._recipe.transforms.get(name)
-        if transforming is None:
-            return rows.x_bytes(taken, self._recipe.form)
-        form = Form(dense=transforming.gathers_dense, dtype=transforming.gathering_dtype)
-        gathered = rows.x_bytes(taken, form)
-        return gathered + transforming.more_bytes(len(taken), gathered)
 
     def _make(self, loaded: _Loaded, without_x: MinibatchArrays, cuts: Rows) -> Sequence[Any]:
         """Gathers the minibatches between cuts."""
@@ -275,7 +250,7 @@ class FetchScheduler:
         x: dict[str, X] = {}
         for name, of_matrix in zip(self._recipe.x, loaded.x, strict=True):
             transforming = self._recipe.transforms.get(name)
-            if not self._is_wanted(name):
+            if not self._recipe.is_wanted(name):
                 continue
             if transforming is None:
                 x[name] = of_matrix.x(taken, rows, self._recipe.form)

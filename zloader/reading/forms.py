@@ -205,6 +205,11 @@ class Transforming:
         """The dtype in which to gather rows."""
         return computing_dtype(self.dtype)
 
+    @property
+    def gathering(self) -> Form:
+        """The form in which to gather rows."""
+        return Form(dense=self.gathers_dense, dtype=self.gathering_dtype)
+
     def more_bytes(self, n_rows: int, gathered_bytes: int) -> int:
         """Bytes that making x takes beside the gathered rows, at most."""
         more = 0

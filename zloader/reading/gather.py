@@ -12,7 +12,7 @@ bfloat16, so its arrays hold the bits as uint16, the upper half of a float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -260,11 +260,15 @@ def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
 
 
 def _cut_x(x: X, first: int, last: int) -> X:
-    if not isinstance(x, CsrArrays):
-        return x[first:last]
-    begin, end = x.indptr[first], x.indptr[last]
-    indptr = x.indptr[first : last + 1] - begin
-    return CsrArrays(indptr=indptr, indices=x.indices[begin:end], values=x.values[begin:end], n_genes=x.n_genes)
+    return next(csr_cut_apart(x, (first, last))) if isinstance(x, CsrArrays) else x[first:last]
+
+
+def csr_cut_apart(x: CsrArrays, cuts: Sequence[int]) -> Iterator[CsrArrays]:
+    """The rows between successive cuts, which share the memory of x, but for `indptr`."""
+    places = x.indptr[list(cuts)].tolist()
+    for first, last, begin, end in zip(cuts, cuts[1:], places, places[1:], strict=False):
+        indptr = x.indptr[first : last + 1] - x.indptr[first]
+        yield CsrArrays(indptr=indptr, indices=x.indices[begin:end], values=x.values[begin:end], n_genes=x.n_genes)
 
 
 # ---- half floats

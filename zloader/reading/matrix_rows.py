@@ -76,20 +76,19 @@ class PlannedRows:
         """The dtypes of the values in the stores."""
         return [part.matrix.values.dtype for part in self.parts]
 
-    def x_bytes(self, taken: Rows, form: Form) -> int:
-        """Bytes of x for the rows at positions `taken`, with copies; an upper bound for CSR from dense stores."""
+    def row_bytes(self, form: Form) -> Rows:
+        """Bytes of each row of x, with copies; an upper bound for CSR from dense stores."""
         n_columns = self.parts[0].n_columns
         value_bytes = form.value_bytes(self.stored)
-        lengths = self.lengths[taken]
-        copied = self._copied_bytes(int(lengths.sum()), len(taken))
+        per_row, per_element = self._copied_bytes()
         if form.dense and not form.narrow:
-            return copied + len(taken) * n_columns * value_bytes
-        if any(part.genes is not None and not part.genes.takes_all for part in self.parts):
-            lengths = np.minimum(lengths, n_columns)
-        return copied + int(lengths.sum()) * (form.gene_bytes(n_columns) + value_bytes)
+            return self.lengths * per_element + (per_row + n_columns * value_bytes)
+        chosen = any(part.genes is not None and not part.genes.takes_all for part in self.parts)
+        lengths = np.minimum(self.lengths, n_columns) if chosen else self.lengths
+        return self.lengths * per_element + per_row + lengths * (form.gene_bytes(n_columns) + value_bytes)
 
-    def _copied_bytes(self, n_elements: int, n_rows: int) -> int:
-        """Bytes of the copies that `gather.choose` and `gather.widened` make, at most."""
+    def _copied_bytes(self) -> tuple[int, int]:
+        """Bytes per row and per element of the copies that `gather.choose` and `gather.widened` make, at most."""
         per_element = per_row = 0
         for part in (self.parts[number] for number, needed in self.needed.items() if not _are_coded(needed)):
             itemsize = part.matrix.values.dtype.itemsize
@@ -98,7 +97,7 @@ class PlannedRows:
             elif part.genes is not None and not part.genes.takes_all:
                 per_element = max(per_element, itemsize + part.genes.column_of.itemsize)
         widened = 6 if any(dtype == np.float16 for dtype in self.stored) else 0  # a copy, and float32
-        return n_rows * per_row + n_elements * (per_element + widened)
+        return per_row, per_element + widened
 
 
 def _are_coded(needed: Sequence[Needed | NeededRows]) -> bool:
@@ -231,8 +230,7 @@ class LoadedRows:
 
     def transformed(self, taken: Rows, rows: Rows, transforming: Transforming) -> X:
         """As `x`, with transforms. Raises OptionError for a value that one of them cannot take."""
-        form = Form(dense=transforming.gathers_dense, dtype=transforming.gathering_dtype)
-        gathered = self.x(taken, rows, form)
+        gathered = self.x(taken, rows, transforming.gathering)
         try:
             return transforming.x(gathered, rows, self.totals[taken])
         except RefusedValue as refused:

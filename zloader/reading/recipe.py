@@ -80,6 +80,10 @@ class Recipe:
     cutting: Cutting = field(default_factory=Cutting)
     sweeping: int = 0
 
+    def is_wanted(self, name: str) -> bool:
+        """Whether minibatches carry a matrix."""
+        return self.wanted is None or name in self.wanted
+
     @property
     def parts(self) -> list[MatrixPart]:
         """The parts of all arrays that are read: of each matrix, then of each paged column."""

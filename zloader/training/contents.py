@@ -6,7 +6,6 @@ The options come in three parts, each of which checks itself: the form of x, the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from zloader.common.checks import names_of, one_or_more, require_flag, require_o
 from zloader.common.compiled import load_compiler
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
+from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.modalities import modality_of
@@ -25,8 +25,8 @@ from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.selecting.genes import ChosenGenes, GenesOf
 from zloader.training.chosen_framework import framework_of
 from zloader.training.frameworks import Framework
-from zloader.training.minibatch import Minibatch, as_minibatch, usable_dtype
-from zloader.training.own_transforms import Convert, OwnTransforms
+from zloader.training.minibatch import Making, Minibatch, usable_dtype
+from zloader.training.own_transforms import Convert, Made, OwnTransforms
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.transform import Transforms, transforms_of
 
@@ -66,14 +66,22 @@ class XForm:
 
         return LentMemory(opened(self.device))
 
-    def finishing(self, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Makes what `convert` makes, as the consumer gets it. A batch_transform may have returned anything."""
+    def finishing(self, convert: Callable[[MinibatchArrays], Minibatch]) -> Callable[[Made | MinibatchArrays], Any]:
+        """What the consumer gets for an item of the bridge. A batch_transform may have returned anything."""
 
-        def finished(item: Any) -> Any:
-            made = convert(item)
+        def finished(item: Made | MinibatchArrays) -> Any:
+            made = item.yielded() if isinstance(item, Made) else convert(item)
             return self.framework.finished(made, self.device) if isinstance(made, Minibatch) else made
 
         return finished
+
+    @property
+    def made_ahead(self) -> bool:
+        """Whether threads that gather may make minibatches: not those of arrays for a device, nor those of AnnData.
+
+        An AnnData changes the warning filters of the process while it is made, which several threads must not do.
+        """
+        return self.layout != "anndata" and not self.delivered
 
     def gathered(self, lent: LentMemory | None) -> Form:
         """How x is gathered, for a device in its `lent` memory."""
@@ -208,8 +216,12 @@ class Contents:
         """Makes arrays of the framework of the arrays of a minibatch, without sets and companions."""
         framed = self.x.names if self.form.layout == "anndata" else []
         var = {name: self.dataset.matrices.var_of(name, self._genes.get(name)) for name in framed}
-        return functools.partial(
-            as_minibatch, self.dataset, self.x.x, self.form.framework, self.form.gathered_layout, var
+        return Making(
+            dataset=self.dataset,
+            x=self.x.x,
+            framework=self.form.framework,
+            layout=self.form.gathered_layout,
+            var=var,
         )
 
     def recipe(
@@ -221,8 +233,12 @@ class Contents:
         seed: int,
         lent: LentMemory | None = None,
         sweeping: int = 0,
+        ready: bool = False,
     ) -> Recipe:
-        """How to make the minibatches of an epoch. `converter` makes the minibatches that the user's functions get."""
+        """How to make the minibatches of an epoch. `converter` makes the minibatches that the user's functions get.
+
+        With `ready`, threads that gather also make the minibatches, if they can.
+        """
         transforms = {name: replace(each, seed=int(seed), epoch=epoch) for name, each in self._transforming.items()}
         x, matrices = {}, self.dataset.matrices.of_all_genes
         for name in self.x.loaded:
@@ -241,7 +257,7 @@ class Contents:
                 self.rows.columns(self.dataset.whole, options, named=self.form.layout == "anndata"),
                 present=matrices.present([*map(modality_of, self.x.loaded), *self.rows.modalities(self.dataset)]),
             ),
-            cutting=self.own.cutting(converter) if self.own else Cutting(),
+            cutting=self.own.cutting(converter) if self.own or (ready and self.form.made_ahead) else Cutting(),
             sweeping=sweeping,
         )
 

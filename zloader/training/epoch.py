@@ -138,7 +138,7 @@ class EpochWork:
 
     plan: Plan
     remaining: Iterator[Remaining]  # computed one by one, because there may be millions
-    recipe: Callable[[], Recipe]
+    recipe: Callable[..., Recipe]
 
 
 # Begins the work. The bridge has the items that the recipe makes, in order; the counters grow meanwhile.

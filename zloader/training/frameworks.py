@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from numpy.typing import NDArray
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, X
 from zloader.dataset.in_memory import as_scipy
+from zloader.reading.gather import csr_cut_apart
 from zloader.training.csr_rows import CsrRows
 
 
@@ -28,8 +31,12 @@ class Framework(ABC):
         """An array of values of x, where uint16 are the bits of bfloat16."""
 
     @abstractmethod
-    def csr(self, x: CsrArrays, *, packed: bool) -> Any:
-        """x in CSR form. Unless it is `packed`, values of uint16 are the bits of bfloat16."""
+    def csr(self, x: CsrArrays) -> Any:
+        """x in CSR form, where values of uint16 are the bits of bfloat16."""
+
+    @abstractmethod
+    def packed(self, x: CsrArrays) -> Any:
+        """x in CSR form, with its values as they are."""
 
     @abstractmethod
     def usable_device(self, device: Any, layout: str) -> Any:
@@ -61,11 +68,17 @@ class Framework(ABC):
         """A Minibatch as the consumer gets it, on a device. Called in its thread."""
         return minibatch
 
-    def x(self, layout: str, x: X) -> Any:
-        """A matrix of a minibatch in its layout."""
+    def arrays(self, values: NDArray[Any], cuts: Sequence[int]) -> list[Any]:
+        """The arrays of minibatches between successive cuts, each as `array` makes it."""
+        return [self.array(values[first:last]) for first, last in pairwise(cuts)]
+
+    def x(self, layout: str, x: X, cuts: Sequence[int]) -> list[Any]:
+        """A matrix of minibatches between successive cuts in its layout."""
         if isinstance(x, CsrArrays):
-            return as_scipy(x) if layout == "scipy" else self.csr(x, packed=layout == "packed")
-        return self.array(x) if layout == "packed" else self.dense(x)
+            made = {"scipy": as_scipy, "packed": self.packed}.get(layout, self.csr)
+            return [made(piece) for piece in csr_cut_apart(x, cuts)]
+        make = self.array if layout == "packed" else self.dense
+        return [make(x[first:last]) for first, last in pairwise(cuts)]
 
 
 @dataclass(frozen=True)
@@ -80,9 +93,11 @@ class NumPy(Framework):
     def dense(self, values: NDArray[Any]) -> Any:
         return values
 
-    def csr(self, x: CsrArrays, *, packed: bool) -> CsrRows:
-        values = x.values if packed else self.dense(x.values)
-        return CsrRows(x.indptr, x.indices, values, (len(x.indptr) - 1, x.n_genes))
+    def csr(self, x: CsrArrays) -> CsrRows:
+        return CsrRows(x.indptr, x.indices, self.dense(x.values), (len(x.indptr) - 1, x.n_genes))
+
+    def packed(self, x: CsrArrays) -> CsrRows:
+        return CsrRows(x.indptr, x.indices, x.values, (len(x.indptr) - 1, x.n_genes))
 
     def usable_device(self, device: Any, layout: str) -> Any:
         if device is not None:

@@ -17,7 +17,7 @@ from zloader.common.errors import OptionError, ProducerError
 from zloader.common.loaded import worker_info
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
-from zloader.common.records import Statistics
+from zloader.common.records import MinibatchArrays, Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.cell_sets import BoundCellSets, SetCounts
 from zloader.order.controls import MatchedControls
@@ -35,7 +35,7 @@ from zloader.training.contents import Contents, RowParts, XForm, XParts
 from zloader.training.engine_epochs import EngineEpochs
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
 from zloader.training.minibatch import Minibatch
-from zloader.training.own_transforms import OwnTransforms, Transformed
+from zloader.training.own_transforms import Convert, OwnTransforms
 from zloader.training.recipes import LoaderRecipes, bound_companions
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
@@ -189,12 +189,12 @@ class Loader(_Dataset):
             self._wanted_sampling, dataset=self.dataset, fetch_rows=fetch_rows, batch_size=self.batch_size
         )
         self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._sampling, own)
-        form.framework.require_even(self.device, self.batch_size, full=self.drop_last or self.remainder == "pad")
         self._progress = Progress(in_workers=self.framework == "torch")
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch
         self._engines: EngineEpochs | None = None  # so are these
         self.plan(0)
+        form.framework.require_even(self.device, self.batch_size, full=self.drop_last or self.remainder == "pad")
         form.framework.adopt(type(self))
 
     def __repr__(self) -> str:
@@ -363,8 +363,6 @@ class Loader(_Dataset):
         )
         self._progress.follow(record)  # before the slow steps below: another thread may ask for the state during them
 
-        # A function of the user's own gets minibatches from the recipe, which converts them.
-        convert: Callable[[Any], Any] = Transformed.yielded if self._contents.own else recipes.converter()
         sweeping = whole.swept_rows if n_workers == 1 and not position.stretches else 0
         work = EpochWork(
             plan=plan,
@@ -378,6 +376,7 @@ class Loader(_Dataset):
         message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
         bridge, record.counters = start(work)
+        convert = functools.partial(_minibatch_of, recipes.converter())
         if lent is None:
             return RunningEpoch(bridge=bridge, record=record, convert=form.finishing(convert), uncount=uncount)
         from zloader.training.delivery import Delivered, Delivery, deliver
@@ -391,7 +390,7 @@ class Loader(_Dataset):
         engines = self._engines_here() if self.processes and worker_info() is None else None
         if engines is not None:
             return engines.start(work)
-        scheduler = FetchScheduler(work.recipe(), self.options, self._buffers)
+        scheduler = FetchScheduler(work.recipe(ready=True), self.options, self._buffers)
         return scheduler.start(map(work.plan.rest_of, work.remaining), name="zloader-fetch"), scheduler.counters
 
     def _engines_here(self) -> EngineEpochs | None:
@@ -421,3 +420,8 @@ class Loader(_Dataset):
             sampling=self._sampling,
             companions=self._companions,
         )
+
+
+def _minibatch_of(convert: Convert, arrays: MinibatchArrays) -> Minibatch:
+    (minibatch,) = convert(arrays, (0, len(arrays.index)))
+    return minibatch

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABCMeta
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -16,8 +17,9 @@ from zloader.common.deferred import pd
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.loaded import is_array, is_sparse, is_tensor
 from zloader.common.messages import listed, suggestion
-from zloader.common.records import MinibatchArrays, TokenArrays
+from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
+from zloader.reading import gather
 from zloader.reading.gather import HALVES
 from zloader.training.frameworks import Framework
 from zloader.training.tokens import Tokens
@@ -105,6 +107,13 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+
+    @classmethod
+    def of(cls, given: Iterable[tuple[str, Any]]) -> Minibatch:
+        """A minibatch of these fields: a fifth of the time of `Minibatch(...)`. Others have their defaults."""
+        made = object.__new__(cls)
+        made.__dict__.update(given)
+        return made
 
     def __repr__(self) -> str:
         """The number of rows, then a line for each field: the dtypes and shapes of its tensors."""
@@ -204,34 +213,64 @@ def _shown(value: Any) -> str:
     return " ".join(words).replace("torch.", "")
 
 
-def as_minibatch(
-    dataset: Dataset,
-    x: str | Sequence[str] | None,
-    framework: Framework,
-    layout: str,
-    var: Mapping[str, pd.DataFrame],
-    arrays: MinibatchArrays,
-) -> Minibatch:
-    """A minibatch of arrays of a framework, with `x` as a Loader takes it.
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """Makes minibatches of the arrays of a framework, with `x` as a Loader takes it.
 
     `var` has the var frame of each matrix, for layout anndata.
     """
-    made = {
-        name: dataset.to_anndata(arrays, name, var[name]) if name in var else framework.x(layout, matrix)
-        for name, matrix in arrays.x.items()
-    }
-    index = framework.array(arrays.index)
-    row = dataset.positions(arrays.index)
-    return Minibatch(
-        x=None if x is None else made[x] if isinstance(x, str) else made,
-        obs=ByName((name, framework.array(column)) for name, column in arrays.obs.items()),
-        obsm=ByName((name, framework.array(array)) for name, array in arrays.obsm.items()),
-        row=index if row is arrays.index else framework.array(row),
-        index=index,
-        obs_names=arrays.names,
-        present={name: framework.array(has) for name, has in arrays.present.items()} or None,
-        tokens=Tokens.of(arrays.tokens, framework.array) if isinstance(arrays.tokens, TokenArrays) else None,
-    )
+
+    dataset: Dataset
+    x: str | Sequence[str] | None
+    framework: Framework
+    layout: str
+    var: Mapping[str, pd.DataFrame]
+
+    def __call__(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
+        """The minibatches between successive cuts of arrays.
+
+        Each kind of array is cut at once: 8 minibatches of 64 rows take half the time of one after another, which is
+        time under Python's lock.
+        """
+        framework = self.framework
+        index = framework.arrays(arrays.index, cuts)
+        positions = self.dataset.positions(arrays.index)
+        fields: dict[str, Sequence[Any]] = {
+            "obs": self._by_name(arrays.obs, cuts),
+            "obsm": self._by_name(arrays.obsm, cuts),
+            "row": index if positions is arrays.index else framework.arrays(positions, cuts),
+            "index": index,
+        }
+        if self.x is not None:
+            fields["x"] = self._x(arrays, cuts)
+        if arrays.names is not None:
+            fields["obs_names"] = [arrays.names[first:last] for first, last in pairwise(cuts)]
+        if arrays.present:
+            fields["present"] = [dict(each) for each in self._by_name(arrays.present, cuts)]
+        if arrays.tokens is not None:
+            tokens = (arrays.tokens.cut(first, last) for first, last in pairwise(cuts))
+            fields["tokens"] = [Tokens.of(each, framework.array) for each in tokens]
+        return [Minibatch.of(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
+
+    def _by_name(self, arrays: Mapping[str, NDArray[Any]], cuts: Sequence[int]) -> list[ByName]:
+        made = [ByName() for _ in cuts[1:]]
+        for name, values in arrays.items():
+            for minibatch, array in zip(made, self.framework.arrays(values, cuts), strict=True):
+                minibatch[name] = array
+        return made
+
+    def _x(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> Sequence[Any]:
+        """x of the minibatches."""
+        made = {}
+        for name, matrix in arrays.x.items():
+            if name in self.var:
+                pieces = gather.cut_apart(arrays, cuts)
+                made[name] = [self.dataset.to_anndata(piece, name, self.var[name]) for piece in pieces]
+            else:
+                made[name] = self.framework.x(self.layout, matrix, cuts)
+        if isinstance(self.x, str):
+            return made[self.x]
+        return [{name: of[number] for name, of in made.items()} for number in range(len(cuts) - 1)]
 
 
 def usable_dtype(dtype: Any, layout: str) -> str | None:

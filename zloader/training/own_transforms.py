@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -14,17 +14,16 @@ from zloader.common.errors import OptionError
 from zloader.common.loaded import is_array, is_sparse, is_tensor
 from zloader.common.messages import listed
 from zloader.common.records import MinibatchArrays, Rows
-from zloader.reading import gather
 from zloader.reading.forms import called
 from zloader.reading.recipe import Cutting
 from zloader.training.minibatch import Minibatch
 
-Convert = Callable[[MinibatchArrays], Minibatch]
+Convert = Callable[[MinibatchArrays, Sequence[int]], Sequence[Minibatch]]  # the minibatches between cuts of arrays
 _DEPTH = 4  # of containers in which bytes are counted
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transformed:
+@dataclass(kw_only=True)  # not frozen, which would take three times as long
+class Made:
     """The loader's item for a minibatch of the rows `index`, and about how many bytes it takes; or an error instead.
 
     Errors travel as items, past the event loop, which would handle a KeyboardInterrupt or a StopIteration itself.
@@ -46,6 +45,7 @@ class Transformed:
 class OwnTransforms:
     """A function of several minibatches at once, and one of each minibatch; None for none.
 
+    It makes these minibatches, too, in the threads that gather.
     Raises OptionError for anything but functions.
     """
 
@@ -67,32 +67,37 @@ class OwnTransforms:
 
     def cutting(self, converter: Callable[[], Convert]) -> Cutting:
         """How a recipe cuts minibatches. A fetch_transform gets the same minibatches at once in every run."""
-        return Cutting(cut=functools.partial(self.cut, converter()), grows=True, regroups=self.fetch is None)
+        return Cutting(cut=functools.partial(self.cut, converter()), grows=bool(self), regroups=self.fetch is None)
 
-    def cut(self, convert: Convert, together: MinibatchArrays, cuts: Sequence[int]) -> list[Transformed]:
-        """The transformed minibatches between cuts. The last one has the error, if there is one."""
-        made: list[Transformed] = []
+    def cut(self, convert: Convert, together: MinibatchArrays, cuts: Sequence[int]) -> list[Made]:
+        """The minibatches between cuts, transformed. The last one has the error, if there is one."""
+        made: list[Made] = []
         try:
             made.extend(self._each(convert, together, cuts))
         except BaseException as error:  # noqa: BLE001 - raised again by the consumer
-            made.append(Transformed(value=None, index=together.index[:0], nbytes=0, error=error))
+            made.append(Made(value=None, index=together.index[:0], nbytes=0, error=error))
         return made
 
-    def _each(self, convert: Convert, together: MinibatchArrays, cuts: Sequence[int]) -> Iterator[Transformed]:
+    def _each(self, convert: Convert, together: MinibatchArrays, cuts: Sequence[int]) -> Iterator[Made]:
         share = together.nbytes // max(1, len(together.index))  # bytes per row
+        index = together.index.copy() if self else together.index  # a function may write to that of its minibatch
+        minibatches: Iterable[Minibatch]
         if self.fetch is None:
-            for arrays in gather.cut_apart(together, cuts):
-                yield self._made(convert(arrays), arrays.index, share * len(arrays.index))
-            return
-        index = together.index.copy()  # the function may write to the minibatch, which shares the memory
-        of_all = _checked(self.fetch, _called("fetch_transform", self.fetch, convert(together), index), index)
-        for first, last in pairwise(cuts):
-            yield self._made(_rows_of(of_all, first, last), index[first:last], share * (last - first))
+            minibatches = convert(together, cuts)
+        else:
+            (of_all,) = convert(together, (0, len(index)))
+            of_all = _checked(self.fetch, _called("fetch_transform", self.fetch, of_all, index), index)
+            minibatches = (_rows_of(of_all, first, last) for first, last in pairwise(cuts))
+        for minibatch, (first, last) in zip(minibatches, pairwise(cuts), strict=True):
+            yield self._made(minibatch, index[first:last], share * (last - first))
 
-    def _made(self, made: Any, index: Rows, n_bytes: int) -> Transformed:
+    def _made(self, minibatch: Minibatch, index: Rows, n_bytes: int) -> Made:
+        made: Any = minibatch
         if self.batch is not None:
             made = _called("batch_transform", self.batch, made, index)
-        return Transformed(value=made, index=index, nbytes=max(n_bytes, _bytes_of(made)))
+        if self or minibatch.tokens is not None:  # they are padded by now
+            n_bytes = max(n_bytes, _bytes_of(made))
+        return Made(value=made, index=index, nbytes=n_bytes)
 
 
 def _name(function: Any) -> str:

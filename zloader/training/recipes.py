@@ -43,9 +43,14 @@ class LoaderRecipes:
     sampling: Sampling
     companions: Companions | None
 
-    def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0) -> Recipe:
-        """How minibatches of an epoch are made, in the memory that a device has lent."""
-        return self.contents.recipe(epoch, self.options, self.converter, seed=self.seed, lent=lent, sweeping=sweeping)
+    def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0, ready: bool = False) -> Recipe:
+        """How minibatches of an epoch are made, in the memory that a device has lent.
+
+        With `ready` they are made of arrays of the framework, if threads that gather can make these.
+        """
+        return self.contents.recipe(
+            epoch, self.options, self.converter, seed=self.seed, lent=lent, sweeping=sweeping, ready=ready
+        )
 
     def converter(self) -> Convert:
         """Makes arrays of the framework, with the companions, and with the sets of the sampling, if there are any."""
@@ -115,11 +120,11 @@ def bound_companions(
 class WithSets:
     """Makes minibatches of arrays, whose rows are followed by their companions.
 
-    `convert` makes a minibatch without companions and sets, and `array` an array of its framework. Sets agree in the
+    `convert` makes minibatches without companions and sets, and `array` an array of its framework. Sets agree in the
     obs columns `group` of `dataset`.
     """
 
-    convert: Callable[[MinibatchArrays], Minibatch]
+    convert: Convert
     array: Callable[[NDArray[Any]], Any]
     dataset: Dataset
     companions: Companions | None
@@ -129,11 +134,14 @@ class WithSets:
     def _columns(self) -> dict[str, ObsColumn]:
         return {name: self.dataset.whole.obs_column(name) for name in self.group}
 
-    def __call__(self, arrays: MinibatchArrays) -> Minibatch:
+    def __call__(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
+        return list(map(self._minibatch, gather.cut_apart(arrays, cuts)))
+
+    def _minibatch(self, arrays: MinibatchArrays) -> Minibatch:
         more: dict[str, Any] = {}
         if self.companions is not None:
             arrays, more = self._with(self.companions, arrays)
-        minibatch = replace(self.convert(arrays), **more)
+        minibatch = replace(self._converted(arrays), **more)
         if not self.group:
             return minibatch
         assert arrays.sets is not None
@@ -142,6 +150,10 @@ class WithSets:
         group = {name: column.labels_of(first) for name, column in self._columns.items()}
         return replace(minibatch, set_of_row=self.array(sets), group=group)
 
+    def _converted(self, arrays: MinibatchArrays) -> Minibatch:
+        (minibatch,) = self.convert(arrays, (0, len(arrays.index)))
+        return minibatch
+
     def _with(self, companions: Companions, arrays: MinibatchArrays) -> tuple[MinibatchArrays, dict[str, Any]]:
         """The rows without their companions, and the fields that these become."""
         n_rows = len(arrays.index) // (1 + companions.per_row)
@@ -149,9 +161,9 @@ class WithSets:
         first = n_rows
         if companions.controls is not None:
             first += n_rows * companions.controls.n
-            more["control"] = self.convert(gather.cut(arrays, n_rows, first))
+            more["control"] = self._converted(gather.cut(arrays, n_rows, first))
         if companions.neighbors is not None:
-            more["neighbors"] = self.convert(gather.cut(arrays, first, len(arrays.index)))
+            more["neighbors"] = self._converted(gather.cut(arrays, first, len(arrays.index)))
             weights = companions.neighbors.weights_of(arrays.index[:n_rows])
             more["neighbor_weights"] = self.array(weights)
         return gather.cut(arrays, 0, n_rows), more

@@ -34,16 +34,18 @@ class Torch(Framework):
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(values)
 
-    def csr(self, x: CsrArrays, *, packed: bool) -> PackedRows | torch.Tensor:
-        indptr, indices = torch.from_numpy(x.indptr), torch.from_numpy(x.indices)
-        if packed:
-            return PackedRows(indptr, indices, torch.from_numpy(x.values), x.n_genes)
+    def csr(self, x: CsrArrays) -> torch.Tensor:
         return torch.sparse_csr_tensor(
-            indptr,
-            indices,
+            torch.from_numpy(x.indptr),
+            torch.from_numpy(x.indices),
             self.dense(x.values),
             size=(len(x.indptr) - 1, x.n_genes),
             check_invariants=False,  # the gather ensures them, and checking costs more than gathering
+        )
+
+    def packed(self, x: CsrArrays) -> PackedRows:
+        return PackedRows(
+            torch.from_numpy(x.indptr), torch.from_numpy(x.indices), torch.from_numpy(x.values), x.n_genes
         )
 
     def usable_device(self, device: Any, layout: str) -> Any:

@@ -38,6 +38,7 @@ MODULES = (
     "mappedcollection",
 )
 EPOCHS = ("cold_warm_local", "minibatch", "random", "first", "memory")  # scenarios that any loader can take part in
+KINDS = ("zarr", "h5ad", "remote zarr", "remote h5ad")  # of stores
 
 Request = dict[str, Any]
 
@@ -73,6 +74,8 @@ class Side:
     - `mirrored`: whether it keeps a mirror of the store on the local disk, in the directory `mirror` of its options.
     - `whole`: whether an epoch is meant to give out all rows. If not, `how` says which are left out.
     - `order`: what it shuffles, in a few words, where the scenario asks for blocks of 64 rows.
+    - `reads`: the stores that others have written and that it reads where they lie: of KINDS. Those of the scenario
+      `in_place` read "h5ad", too.
     """
 
     how: str
@@ -83,6 +86,11 @@ class Side:
     mirrored: bool = False
     whole: bool = True
     order: str = "blocks of 64 cells"
+    reads: tuple[str, ...] = ()
+
+    def can_read(self, kind: str) -> bool:
+        """Whether it reads a store of this kind where it lies."""
+        return kind in self.reads or (kind == "h5ad" and "in_place" in self.scenarios)
 
 
 @dataclass(frozen=True, kw_only=True)

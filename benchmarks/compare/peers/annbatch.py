@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.compare.peers import EPOCHS, Epoch, Epochs, Peer, Request, Side
 
 _REQUESTS = 64
+_OBSTORE = {"endpoint_url": "endpoint", "key": "access_key_id", "secret": "secret_access_key", "anon": "skip_signature"}
 _BLOCKS, _CHUNKS = "blocks of 64 cells of a shuffled store", "blocks of 512 cells of a shuffled store"
 _OF_512 = {"chunk_size": 512, "preload_nchunks": 32}
 _FORMAT = "annbatch's collection: AnnData Zarr v3, rows shuffled when written"
@@ -34,6 +35,7 @@ PEER = Peer(
             store="annbatch-shuffled-zarrs",
             scenarios=(*EPOCHS, "order", "panel", "scaling", "processes", "conversion"),
             order=_BLOCKS,
+            reads=("zarr",),
         ),
         "annbatch, chunks of 512": Side(
             how=f"{_HOW} Chunks of 512 rows, 32 at a time: the store was shuffled when written, so that they mix well. "
@@ -43,6 +45,7 @@ PEER = Peer(
             scenarios=("cold_warm_local", "minibatch", "panel"),
             options=_OF_512,
             order=_CHUNKS,
+            reads=("zarr",),
         ),
         "annbatch, chunks of 512, memory kept": Side(
             how=f"{_HOW} Chunks of 512 rows, 32 at a time, and glibc is told to keep freed memory, which its "
@@ -66,6 +69,7 @@ PEER = Peer(
             store="annbatch-shuffled-zarrs",
             scenarios=("cold_warm_cloud",),
             order=_BLOCKS,
+            reads=("remote zarr",),
         ),
         "annbatch, obstore, chunks of 512": Side(
             how=f"{_HOW} Over S3 as above, with chunks of 512 rows, 32 at a time.",
@@ -74,6 +78,7 @@ PEER = Peer(
             scenarios=("cold_warm_cloud",),
             options=_OF_512,
             order=_CHUNKS,
+            reads=("remote zarr",),
         ),
     },
 )
@@ -100,11 +105,11 @@ def epochs(options: Request) -> Epochs:
     import numpy as np
     import zarr
 
-    where: Any = options["store"]
     if "storage_options" in options:
-        where = _in_s3(where, options["storage_options"])
+        group = _remote(options["store"], options["storage_options"])
     else:
         zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
+        group = zarr.open_group(options["store"], mode="r")
 
     def load(group: zarr.Group) -> ad.AnnData:
         obs = ad.io.read_elem(group["obs"])
@@ -120,7 +125,11 @@ def epochs(options: Request) -> Epochs:
         preload_to_gpu=False,
         to="torch" if torch else None,
         rng=np.random.default_rng(0),
-    ).use_collection(annbatch.DatasetCollection(where), load_adata=load)
+    )
+    if "X" in group:  # a store of other tools, and no collection
+        loader.add_adata(load(group))
+    else:
+        loader.use_collection(annbatch.DatasetCollection(group), load_adata=load)
     return lambda _: Epoch(
         minibatches=_of_genes(loader, np.array(options["genes"])) if "genes" in options else iter(loader),
         size=lambda minibatch: minibatch["X"].shape[0],
@@ -135,21 +144,15 @@ def _of_genes(minibatches: Any, genes: Any) -> Iterator[Any]:
         yield {**minibatch, "X": minibatch["X"][:, genes]}
 
 
-def _in_s3(url: str, given: Request) -> Any:
-    """The Zarr group of a collection in S3, read by obstore."""
+def _remote(url: str, given: Request) -> Any:
+    """The Zarr group at a URL, read by obstore. `given` are storage options as fsspec has them."""
     import zarr
-    from obstore.store import S3Store
+    from obstore.store import from_url
 
     zarr.config.set({"async.concurrency": _REQUESTS})
-    bucket, prefix = url.removeprefix("s3://").split("/", 1)
-    store = S3Store(
-        bucket,
-        prefix=prefix,
-        endpoint=given["endpoint_url"],
-        access_key_id=given["key"],
-        secret_access_key=given["secret"],
-        region="us-east-1",
-        virtual_hosted_style_request=False,
-        client_options={"allow_http": True},
-    )
+    config = {_OBSTORE[name]: value for name, value in given.items() if name in _OBSTORE}
+    if url.startswith("s3://"):
+        region = given.get("client_kwargs", {}).get("region_name", "us-east-1")
+        config |= {"region": region, "virtual_hosted_style_request": False}
+    store = from_url(url, client_options={"allow_http": True}, **config)
     return zarr.open_group(zarr.storage.ObjectStore(store, read_only=True), mode="r")

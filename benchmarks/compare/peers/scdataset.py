@@ -29,12 +29,14 @@ PEER = Peer(
             format="AnnData Zarr v3, with anndata's defaults",
             store="anndata",
             scenarios=("cold_warm_local",),
+            reads=("zarr",),
         ),
         "scDataset, Zarr in S3": Side(
             how=f"{_HOW} zarr opens the store with s3fs (user guide, remote storage), anew in each worker.",
             format="AnnData Zarr v3, with anndata's defaults",
             store="anndata",
             scenarios=("cold_warm_cloud",),
+            reads=("remote zarr",),
         ),
     },
 )

@@ -29,12 +29,14 @@ PEER = Peer(
             store="zloader",
             mirrored=True,
             scenarios=(*EPOCHS, "cold_warm_cloud", "order", "tokens", "sets", "scaling", "processes", "conversion"),
+            reads=("zarr", "remote zarr"),
         ),
         "zloader, no mirror": Side(
             how=f"{_HOW}. Without a mirror, so that every epoch decodes the store.",
             format=_FORMAT,
             store="zloader",
             scenarios=("cold_warm_local", "cold_warm_cloud", "order", "first", "memory"),
+            reads=("zarr", "remote zarr"),
         ),
         "zloader, h5ad": Side(
             how=f"{_MIRRORED} The file itself is opened; nothing is converted.",
@@ -42,12 +44,14 @@ PEER = Peer(
             store=None,
             mirrored=True,
             scenarios=("in_place",),
+            reads=("remote h5ad",),
         ),
         "zloader, h5ad, no mirror": Side(
             how=f"{_HOW}. The file itself is opened, without a mirror.",
             format=".h5ad, as anndata writes it",
             store=None,
             scenarios=("in_place",),
+            reads=("remote h5ad",),
         ),
         "zloader, dense": Side(
             how=f"{_MIRRORED} Minibatches are dense float32.",
@@ -143,7 +147,17 @@ def _dataset(options: Request, mirror: str | None) -> Any:
 
     cache = zl.Cache(mirror, form=options.get("form", zl.Cache.form)) if mirror else None
     dataset = zl.open_dataset(options["store"], cache=cache, storage_options=options.get("storage_options"))
+    if "sample" in options:
+        dataset = dataset[_spread(dataset.n_obs, options["sample"], options["chunk_size"])]
     return dataset[:, options["genes"]] if "genes" in options else dataset
+
+
+def _spread(n_obs: int, rows: int, block: int) -> Any:
+    """The numbers of so many rows: whole blocks, evenly spread over all rows."""
+    import numpy as np
+
+    starts = block * np.linspace(0, n_obs // block - 1, rows // block).astype(np.int64)
+    return (starts[:, None] + np.arange(block)).ravel()
 
 
 def _sets(dataset: Any, set_size: int) -> Request:

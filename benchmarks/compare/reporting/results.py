@@ -56,6 +56,8 @@ _HEADLINES: Sequence[tuple[str, Mapping[str, str | int], str]] = (
     ("cold_warm_cloud", {"epoch": "cold"}, "cold epoch, simulated cloud"),
     ("cold_warm_local", {"epoch": "warm"}, "warm epoch, local disk"),
     ("cold_warm_cloud", {"epoch": "warm"}, "warm epoch, simulated cloud"),
+    ("real", {"epoch": "cold"}, "cold epoch, this store"),
+    ("real", {"epoch": "warm"}, "warm epoch, this store"),
     ("random", {}, "perfectly random cells"),
     ("minibatch", {"batch_size": 1024}, "minibatches of 1 024"),
     ("first", {}, "time to the first minibatch"),

@@ -7,8 +7,9 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
-from benchmarks.compare.reporting import figures
+from benchmarks.compare.reporting import elsewhere, figures
 from benchmarks.compare.reporting.records import Key, Records, Run
 from benchmarks.compare.reporting.results import Entry, Headline, Results
 from benchmarks.compare.reporting.turns import Spread
@@ -45,10 +46,14 @@ def sections(results: Results) -> list[Section]:
         _tools(results),
         *_absent(results.records),
         _method(results.records),
-        Section(title="What is unfair", points=[*UNFAIR, *results.records.run.notes]),
+        Section(title="What is unfair", points=[*_unfair(results.records.run), *results.records.run.notes]),
         Section(title="What the words mean", terms=TERMS),
         Section(title="Machine and command", facts=machine(results.records)),
     ]
+
+
+def _unfair(run: Run) -> Sequence[str]:
+    return elsewhere.UNFAIR if run.preset == elsewhere.REAL else UNFAIR
 
 
 # ---- overview
@@ -246,21 +251,28 @@ def _limits(records: Records) -> list[Section]:
     return [Section(title="Limits of the machine", text=[text], tables=tables)] if rows else []
 
 
+_INSTALLED = "It runs with the versions that were installed there."
+_NEWEST = (
+    "Each other tool runs with the newest versions that pip gave for it and its dependencies when its environment was "
+    "made, on the Python of the table: that of the benchmark where it suits. zloader runs in the environment in which "
+    "the benchmark was started."
+)
+
+
 def _tools(results: Results) -> Section:
+    run = results.records.run
     rows = [
         [peer.peer, peer.version, peer.python, peer.format, peer.order, _checks(results, peer.peer), peer.how,
          ", ".join(f"{name} {version}" for name, version in peer.packages.items())]
         for peer in sorted(results.records.peers, key=lambda peer: results.peers.index(peer.peer))
     ]  # fmt: skip
     header = ["tool", "version", "Python", "format", "order", "checked", "how it is set up", "with"]
+    installed = _INSTALLED if run.preset == elsewhere.REAL else _NEWEST
     text = (
-        "Each tool is set up as its documentation advises. Each other tool runs with the newest versions that pip gave "
-        "for it and its dependencies when its environment was made, on the Python of the table: that of the benchmark "
-        'where it suits. zloader runs in the environment in which the benchmark was started. The column "checked" says '
-        f'what of an epoch was compared with the data; "{_BOUNDED}" is said of epochs that ended early, and of tools '
-        "that leave out cells."
+        f'Each tool is set up as its documentation advises. {installed} The column "checked" says what of an epoch was '
+        f'compared with the data; "{_BOUNDED}" is said of epochs that ended early, and of tools that leave out cells.'
     )
-    if constrained := _constraints(results.records.run.command):
+    if constrained := _constraints(run.command):
         text += f" The command of this run held these back: {', '.join(constrained)}."
     return Section(title="The tools", text=[text], tables=[Table("Versions and settings.", header, rows, words=True)])
 
@@ -324,27 +336,7 @@ def _method(records: Records) -> Section:
          number(each.values / each.rows) if each.values and each.rows else ""]
         for each in run.data
     ]  # fmt: skip
-    points = [
-        "Every tool runs in a process of its own: zloader in the environment in which the benchmark was started, every "
-        "other tool in one with its own dependencies.",
-        "The tools take turns: in each turn, each of them runs the same case once, on the same cells. The memory over "
-        "epochs is measured one tool after the other, once, and so are conversions and the largest stores.",
-        "Every figure is the median over turns, except the waiting, which is measured in one epoch. Ratios to zloader "
-        "are taken within each turn. A tool that takes too long for a case has fewer turns; the tables give their "
-        "number.",
-        "In scenarios that compare cells/s, each tool also gives out an epoch that is checked and not measured. A "
-        "complete checked epoch must give out all cells, and values with the right sum. Slow tools' checked epochs end "
-        "early, and then only too many cells are noticed. The values of protoplast and of tokens are not compared. A "
-        "tool whose cells are wrong is listed as failed. Conversions are checked when their stores are read.",
-        "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
-        f"Epochs of slow tools end early{_after(run)}. Cells per second count the cells that were given out until "
-        "then. A speed with ≥ is that of an epoch that ended early, and of which the wait for the first minibatch took "
-        "more than a fifth: the tool would probably be faster in a longer epoch. If it took more than half, there is "
-        "no ratio.",
-        "GETs, bytes, dollars and CPU seconds per cell are divided by the cells that were given out. In an epoch that "
-        "ended early they include cells that were prefetched but not given out, so they are upper bounds, with ≤. "
-        "Usually these are epochs of other tools.",
-    ]
+    points = [*_points(run), *map(str, run.extra.get("points", []))]
     link = run.extra.get("link")
     if isinstance(link, dict):
         points.append(_link(link))
@@ -357,18 +349,52 @@ def _method(records: Records) -> Section:
     return Section(title="Method", points=points, tables=tables)
 
 
+def _points(run: Run) -> Sequence[str]:
+    """How the tools were measured."""
+    if run.preset == elsewhere.REAL:
+        return [*elsewhere.METHOD, f"Epochs of slow tools end early{_after(run)}. {_EARLY}", _UPPER]
+    return [
+        "Every tool runs in a process of its own: zloader in the environment in which the benchmark was started, every "
+        "other tool in one with its own dependencies.",
+        "The tools take turns: in each turn, each of them runs the same case once, on the same cells. The memory over "
+        "epochs is measured one tool after the other, once, and so are conversions and the largest stores.",
+        "Every figure is the median over turns, except the waiting, which is measured in one epoch. Ratios to zloader "
+        "are taken within each turn. A tool that takes too long for a case has fewer turns; the tables give their "
+        "number.",
+        "In scenarios that compare cells/s, each tool also gives out an epoch that is checked and not measured. A "
+        "complete checked epoch must give out all cells, and values with the right sum. Slow tools' checked epochs end "
+        "early, and then only too many cells are noticed. The values of protoplast and of tokens are not compared. A "
+        "tool whose cells are wrong is listed as failed. Conversions are checked when their stores are read.",
+        "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
+        f"Epochs of slow tools end early{_after(run)}. {_EARLY}",
+        _UPPER,
+    ]
+
+
+_EARLY = (
+    "Cells per second count the cells that were given out until then. A speed with ≥ is that of an epoch that ended "
+    "early, and of which the wait for the first minibatch took more than a fifth: the tool would probably be faster in "
+    "a longer epoch. If it took more than half, there is no ratio."
+)
+_UPPER = (
+    "GETs, bytes, dollars and CPU seconds per cell are divided by the cells that were given out. In an epoch that "
+    "ended early they include cells that were prefetched but not given out, so they are upper bounds, with ≤. Usually "
+    "these are epochs of other tools."
+)
+
+
 def _after(run: Run) -> str:
     sizes = run.extra.get("sizes")
     most_s = sizes.get("most_s") if isinstance(sizes, dict) else None
     return f", {most_s:g} s after their first minibatch" if isinstance(most_s, int | float) else ""
 
 
-def _link(link: Mapping[str, float]) -> str:
+def _link(link: Mapping[str, Any]) -> str:
     """The link of the simulated cloud, as cloud.LinkSpeed has it."""
     return (
         f"The link of the simulated cloud: a median of {link.get('ttfb_ms', 0):g} ms to the first byte (log-normal, "
         f"sigma {link.get('ttfb_sigma', 0):g}), {link.get('conn_mbps', 0):g} MB/s per connection, and "
-        f"{link.get('total_mbps', 0):g} MB/s in all."
+        f"{link.get('total_mbps', 0):g} MB/s in all{', over TLS' if link.get('tls') else ''}."
     )
 
 

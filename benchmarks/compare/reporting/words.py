@@ -140,6 +140,14 @@ SCENARIOS: Mapping[str, Scenario] = {
         limits=("link", "decoding"),
         of="from a simulated cloud",
     ),
+    "real": Scenario(
+        title="Cold and warm epochs, this store",
+        question="How many cells per second does an epoch of this store give, read where it lies? A cold epoch is the "
+        "first one of a new process; with zloader it also fills an empty mirror on the local disk, which warm epochs "
+        "read. Tools without a cache of their own read the store again in every epoch.",
+        limits=("link", "disk"),
+        of="from this store",
+    ),
     "in_place": Scenario(
         title="What you have: .h5ad",
         question="How fast are the same epochs when nothing was converted, and the .h5ad file itself is read from the "

@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--upstream")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--mapped", action="store_true", help="send files from memory; they must not change")
+    parser.add_argument("--certificate", help="a PEM with certificate and key: serves https")
     parser.add_argument("--faults", type=json.loads, default=[], help="a JSON list")
     for field in fields(Shaping):
         parser.add_argument("--" + field.name.replace("_", "-"), type=float, default=field.default)

@@ -24,6 +24,7 @@ import itertools
 import os
 import select
 import socket
+import ssl
 import struct
 import time
 from abc import ABC, abstractmethod
@@ -34,6 +35,7 @@ from typing import TypedDict
 
 from benchmarks.harness.s3.messages import Head, Reply, parse_head
 from benchmarks.harness.s3.tally import LogEntry, Tally
+from benchmarks.harness.s3.tls import TlsSocket
 
 _FIRST_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
@@ -75,7 +77,7 @@ class ShapingOptions(TypedDict, total=False):
 class Connection:
     """A connection, and the request and response in progress."""
 
-    sock: socket.socket
+    sock: socket.socket | TlsSocket
     received: bytearray = field(default_factory=bytearray)
     readable: bool = True  # the kernel may have bytes that were not received yet
     request: Head | None = None  # whose body is being received, or whose response is in progress
@@ -94,7 +96,8 @@ class Connection:
 class Server(ABC):
     """Accepts connections on loopback and sends responses. A subclass says what is answered, and when."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.shaping = Shaping()
         self.tally = Tally()
         self._epoll = select.epoll()
@@ -157,13 +160,19 @@ class Server(ABC):
     # ---- connections
 
     def _accept(self, listener: socket.socket) -> None:
+        sock: socket.socket | TlsSocket
         sock, _ = listener.accept()
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls:
+            try:
+                sock = TlsSocket(sock, self._tls)
+            except OSError:  # the client disconnected, and the socket is closed
+                return
         self._connections[sock.fileno()] = Connection(sock=sock)
         self.tally.count("connections")
         # edge-triggered, so that one registration lasts as long as the connection
-        self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT | _GONE | select.EPOLLET)
+        self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLOUT | _GONE | select.EPOLLET)
 
     def _wake(self, connection: Connection, events: int) -> None:
         connection.readable |= bool(events & (select.EPOLLIN | _GONE))

@@ -22,6 +22,7 @@ from benchmarks.harness.s3.files import Files
 from benchmarks.harness.s3.messages import Head, InMemory, Reply, document, error_document, response_head
 from benchmarks.harness.s3.server import Connection, Server, Shaping, ShapingOptions
 from benchmarks.harness.s3.tally import LogEntry
+from benchmarks.harness.s3.tls import server_context
 from benchmarks.harness.s3.upstream import forwarded
 from zloader.common.errors import OptionError
 
@@ -35,7 +36,7 @@ class Sim(Server):
 
     `root` serves ROOT/BUCKET/KEY read-only and ignores signatures. `upstream` ("HOST:PORT" or "http://HOST:PORT")
     forwards all methods to a real S3 server instead. Port 0 chooses a free port. `mapped` is for files that do not
-    change.
+    change. With a `certificate`, a PEM that has the key, too, the endpoint is https.
 
     Raises OptionError unless exactly one of `root` and `upstream` is given, and for invalid faults or shaping.
     """
@@ -50,6 +51,7 @@ class Sim(Server):
         port: int = 0,
         faults: Iterable[HttpFault | Mapping[str, Any]] = (),
         mapped: bool = False,
+        certificate: str | os.PathLike[str] | None = None,
         **shaping: Unpack[ShapingOptions],
     ) -> None:
         if (root is None) == (upstream is None):
@@ -59,7 +61,7 @@ class Sim(Server):
         self.upstream = None if upstream is None else _address(upstream)
         self._rng = random.Random(0)
         self.faults = faults
-        super().__init__()
+        super().__init__(server_context(Path(certificate)) if certificate else None)
         self.shaping = Shaping(**shaping)
         self._files = None if root is None else Files(root, mapped=mapped)
         self._bodies: dict[Connection, tuple[bytes, HttpFault | None]] = {}
@@ -72,8 +74,8 @@ class Sim(Server):
 
     @property
     def url(self) -> str:
-        """The endpoint: `http://HOST:PORT`."""
-        return f"http://{self.host}:{self.port}"
+        """The endpoint: `http://HOST:PORT`, or https."""
+        return f"http{'s' if self._tls else ''}://{self.host}:{self.port}"
 
     @property
     def faults(self) -> tuple[HttpFault, ...]:
