@@ -206,15 +206,17 @@ def test_many_epochs_leave_nothing(dataset, crew):
         pids = [os.getpid(), *(engine.pid for engine in engines_of(crew))]
         return tuple(len(list(Path(f"/proc/{pid}/{what}").iterdir())) for pid in pids for what in ("fd", "task"))
 
-    for _ in range(3):
+    def run(n_epochs: int) -> None:
+        for epoch in range(n_epochs):
+            for number, _ in enumerate(crew):
+                if epoch % 3 == 0 and number == epoch % 7:
+                    break
         list(crew)
+
+    run(30)  # until there are slots enough for every order in which engines come
     before, threads = held(), threading.active_count()
-    for epoch in range(60):
-        for number, _ in enumerate(crew):
-            if epoch % 3 == 0 and number == epoch % 7:
-                break
-    list(crew)
-    wait_until(lambda: sum(held()) <= sum(before) + 8 and threading.active_count() <= threads)
+    run(120)
+    wait_until(lambda: sum(held()) <= sum(before) + 24 and threading.active_count() <= threads)
 
 
 def test_a_consumer_that_stalls_bounds_memory(dataset):
@@ -298,6 +300,30 @@ def test_workers_of_a_data_loader_make_their_own(dataset, crew, context):
     workers = torch.utils.data.DataLoader(crew, batch_size=None, num_workers=2, multiprocessing_context=context)
     seen = np.sort(np.concatenate([minibatch.index for minibatch in workers]))
     assert seen.tolist() == list(range(ADATA.n_obs))
+
+
+def test_a_forked_process_keeps_the_minibatches_that_it_has(crew):
+    """The engines must not write there when the other process has dropped them."""
+    crew.set_epoch(0)
+    kept = list(crew)
+    wanted = [plain(each.x) for each in kept]
+    wanted = [[parts[0], *(part.copy() for part in parts[1:])] for parts in wanted]
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        same = False
+        try:
+            os.read(reader, 1)
+            assert_same([plain(each.x) for each in kept], wanted)
+            same = True
+        finally:
+            os._exit(0 if same else 1)
+    del kept
+    gc.collect()
+    for _ in range(3):
+        list(crew)
+    os.write(writer, b"1")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_forked_process_has_engines_of_its_own(crew):

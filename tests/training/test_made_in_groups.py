@@ -130,7 +130,9 @@ def test_tensors_can_be_changed_in_place_by_what_needs_a_gradient(dataset):
 def test_threads_make_what_several_threads_may_make(dataset, name, ahead):
     loader = loader_of(dataset, **OPTIONS[name])
     (fetch,) = loader.plan(0).fetches()
-    items = list(FetchScheduler(loader.recipes().recipe(0, ready=True), loader.options, BufferPool()).start([fetch], name="test"))
+    items = list(
+        FetchScheduler(loader.recipes().recipe(0, ready=True), loader.options, BufferPool()).start([fetch], name="test")
+    )
     assert [isinstance(item, Made) for item in items] == [ahead] * len(loader)
     assert [item.index.tolist() for item in items] == [each.index.tolist() for each in loader]
     assert all(item.nbytes > 0 for item in items)

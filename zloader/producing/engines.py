@@ -40,10 +40,6 @@ class EpochPlan:
         self.number = number
         self.memory = Memory.of_value(plan)
 
-    def __del__(self) -> None:
-        if hasattr(self, "memory"):
-            self.memory.close()
-
 
 class Member:
     """An engine."""
@@ -298,7 +294,11 @@ class Engines:
         member.detach()
         member.rest()
         with self._lock:
-            self._free.append(member)
+            kept = len(self._members) <= self.size  # epochs that ran at the same time had engines of their own
+            if kept:
+                self._free.append(member)
+        if not kept:
+            self.drop(member)
 
     def drop(self, member: Member) -> None:
         """Ends an engine."""
@@ -312,7 +312,6 @@ class Engines:
         """Ends all engines."""
         for member in list(self._members):
             self.drop(member)
-        self._recipes.close()
 
 
 def _end(pid: int, process: subprocess.Popen[bytes], *sockets: socket.socket) -> None:

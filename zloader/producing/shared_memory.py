@@ -14,6 +14,7 @@ import os
 import pickle
 import sys
 import tempfile
+import weakref
 from typing import Any
 
 import cloudpickle
@@ -143,6 +144,10 @@ class Memory:
         if fd >= 0:
             os.close(fd)
 
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            self.close()
+
 
 def value_of(fd: int, n_bytes: int) -> Any:
     """The value that another process has put into memory. Arrays are copied when they are written to. Closes `fd`."""
@@ -219,7 +224,27 @@ class _Lease:
 
     def __init__(self, slot: Memory) -> None:
         self._slot = slot  # keeps the memory
+        self._ends = True
         self.__array_interface__ = slot.bytes.__array_interface__
+        _leases.add(self)
 
     def __del__(self) -> None:
-        self._slot.bytes[_BUSY] = 0
+        if self._ends:
+            self._slot.bytes[_BUSY] = 0
+
+    def keep(self) -> None:
+        """Lets the slot be busy for ever."""
+        self._ends = False
+
+
+_leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
+
+
+def _keep_all() -> None:
+    """Before a fork: either process may read the minibatches that there are longer than the other."""
+    for lease in list(_leases):
+        lease.keep()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_keep_all)
