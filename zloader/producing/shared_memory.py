@@ -96,10 +96,11 @@ def _bfloat16(bits: NDArray[np.int16]) -> Any:
 
 
 class Memory:
-    """Memory under a file descriptor, mapped into this process."""
+    """Memory under a file descriptor, mapped into this process. `close` closes the descriptor, and the map stays."""
 
     def __init__(self, fd: int, n_bytes: int, access: int = mmap.ACCESS_WRITE) -> None:
         self.fd, self.n_bytes = fd, n_bytes
+        self.close = weakref.finalize(self, os.close, fd)
         self._map = mmap.mmap(fd, n_bytes, access=access)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
 
@@ -116,13 +117,13 @@ class Memory:
             os.ftruncate(fd, size)
             if hasattr(os, "posix_fallocate"):  # a page that is missing later would be SIGBUS
                 os.posix_fallocate(fd, 0, size)
-            return cls(fd, size)
         except OSError as error:
             os.close(fd)
             raise ProducerError(
                 f"there are no {size} bytes of shared memory for the next minibatches ({error}): lower "
                 "FetchOptions.memory, processes or batch_size"
             ) from error
+        return cls(fd, size)
 
     @classmethod
     def of_value(cls, value: Any) -> Memory:
@@ -137,16 +138,6 @@ class Memory:
         if hasattr(mmap, "MADV_REMOVE"):
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_REMOVE, first, self.n_bytes - first)
-
-    def close(self) -> None:
-        """Closes the descriptor. The map stays as long as arrays in it."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            self.close()
 
 
 def value_of(fd: int, n_bytes: int) -> Any:
@@ -224,17 +215,14 @@ class _Lease:
 
     def __init__(self, slot: Memory) -> None:
         self._slot = slot  # keeps the memory
-        self._ends = True
+        self._end = weakref.finalize(self, release, slot)
+        self._end.atexit = False
         self.__array_interface__ = slot.bytes.__array_interface__
         _leases.add(self)
 
-    def __del__(self) -> None:
-        if self._ends:
-            self._slot.bytes[_BUSY] = 0
-
     def keep(self) -> None:
         """Lets the slot be busy for ever."""
-        self._ends = False
+        self._end.detach()
 
 
 _leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
