@@ -530,14 +530,14 @@ def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
     producer.open(producers.pickled(loader.recipes()))
     plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
     made = [list(producer.make(0, plan, each, 1 << 20))[-1][1] for each in remaining * 2]
-    recipe = producer._epoch[2]
+    recipe = producer._producer._epoch[2]
     known = sum(len(indexes) for part in recipe.x["X"] for indexes in part.indexes.values())
     spans = sum(counted.gets for counted in made)
     list(loader)
     assert sum(counted.bytes_read for counted in made[8:]) < sum(counted.bytes_read for counted in made[:8])
     assert spans - loader.statistics().gets == sum(counted.gets for counted in made[8:])
     assert known == sum(array.n_shards for array in loader.dataset.store.matrix("X").arrays)
-    assert producer._opened(1, plan)[1] is not recipe
+    assert producer._producer._opened(1, plan)[1] is not recipe
 
 
 @pytest.fixture
@@ -563,8 +563,8 @@ def test_fetches_share_no_source_of_a_large_column(cluster, on_a_simulated_serve
     _, loader = on_a_simulated_server
     producer = producers.Actor()
     producer.open(producers.pickled(loader.recipes()))
-    recipe = producer._opened(0, producers.pickled(loader.plan(0)))[1]
-    fetches = [recipe.with_parts(producer._own) for _ in range(2)]
+    recipe = producer._producer._opened(0, producers.pickled(loader.plan(0)))[1]
+    fetches = [recipe.with_parts(producer._producer._recipes.own_parts) for _ in range(2)]
     assert len(recipe.columns.paged) == 5
     columns = [each.columns for each in (recipe, *fetches)]
     sources = [part.source for each in columns for column in each.paged for part in column.parts]
@@ -584,7 +584,7 @@ def test_two_fetches_at_once_read_large_columns(cluster, on_a_simulated_server):
     together = threading.Barrier(2, timeout=PATIENCE_S)
 
     def make(each):
-        producer._opened(0, plan)
+        producer._producer._opened(0, plan)
         together.wait()
         return [item for items, _ in producer.make(0, plan, each, 1 << 20) for item in items]
 

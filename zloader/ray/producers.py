@@ -48,7 +48,8 @@ class Actor:
     ) -> Iterator[tuple[Sequence[Any], Counters]]:
         """Yields the groups of minibatches of what remains of a fetch, each with what was counted so far."""
         with contextlib.closing(self._producer.groups(number, plan, remaining, ready_bytes)) as groups:
-            yield from groups
+            for group in groups:  # noqa: UP028 -- not `yield from`, which would hand on what Ray sends into this generator
+                yield group
 
     def held(self, number: int, plan: NDArray[np.uint8], coming: Sequence[Remaining]) -> list[float]:
         """The share of each of these fetches that the mirrors of this machine hold."""
