@@ -30,8 +30,10 @@ ADATA = counts(ROWS, 150, seed=4)
 VALUES, GENES = "X%2Fdata", "X%2Findices"
 
 
-def loader_of(store: Path, cache: Path) -> zl.Loader:
-    return zl.Loader(zl.open_dataset(store, cache=cache), batch_size=32, fetch_factor=2, obs=["cell_type"])
+def loader_of(store: Path, cache: Path, **options: int) -> zl.Loader:
+    dataset = zl.open_dataset(store, cache=cache)
+    options = zl.FetchOptions(**options)
+    return zl.Loader(dataset, batch_size=32, fetch_factor=2, obs=["cell_type"], options=options)
 
 
 def epoch(store: Path, cache: Path) -> zl.Statistics:
@@ -110,9 +112,9 @@ def chunk_bytes(copy: Copy, name: str) -> int:
 # ---- inspection
 
 
-@pytest.mark.parametrize("fetches", [0, 1, 3, None])
+@pytest.mark.parametrize("fetches", [0, 1, 2, None])
 def test_the_inspection_agrees_with_the_mirror(store, tmp_path, fetches):
-    loader = loader_of(store, tmp_path)
+    loader = loader_of(store, tmp_path, ready_bytes=1, prefetch=1)  # so that it cannot run far ahead
     for number, _ in enumerate(loader):
         if fetches is not None and number + 1 >= 2 * fetches:
             break

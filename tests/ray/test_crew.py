@@ -27,7 +27,10 @@ pytestmark = pytest.mark.any_version
         pytest.param(None, ProducerError, True, id="not started yet"),
     ],
 )
-def test_a_producer_that_cannot_start_is_not_kept(error, raises, kept):
+def test_a_producer_that_cannot_start_is_not_kept(monkeypatch, error, raises, kept):
+    monkeypatch.setattr(crew_module, "_session", lambda: "this")
+    monkeypatch.setattr(crew_module.ray, "kill", lambda actor: None)
+
     async def opened():
         if error is None:
             await asyncio.Event().wait()
@@ -43,7 +46,7 @@ def test_a_producer_that_cannot_start_is_not_kept(error, raises, kept):
         def _why_none_starts(self):
             return "no producer has started"
 
-    member = crew_module.Member(actor=None, opened=opened(), session="of another process")
+    member = crew_module.Member(actor=None, opened=opened(), session="this")
     crew = OneMember(loader=None, size=1, resources={}, start_s=300.0)
     with pytest.raises(raises, match="no "):
         run_in_virtual_time(crew.join(lambda: False))
