@@ -35,7 +35,7 @@ from zloader.selecting.genes import ChosenGenes, GenesOf
 from zloader.training.chosen_framework import framework_of
 from zloader.training.frameworks import Framework
 from zloader.training.minibatch import Making, Minibatch, usable_dtype
-from zloader.training.own_transforms import Convert, Made, OwnTransforms
+from zloader.training.own_transforms import Convert, Made, OwnTransforms, one_of
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.transform import Transforms, transforms_of
 
@@ -334,7 +334,7 @@ class WithSets:
         more: dict[str, Any] = {}
         if self.companions is not None:
             arrays, more = self._with(self.companions, arrays)
-        minibatch = replace(self._converted(arrays), **more)
+        minibatch = replace(one_of(self.convert, arrays), **more)
         if not self.group:
             return minibatch
         assert arrays.sets is not None
@@ -343,10 +343,6 @@ class WithSets:
         group = {name: column.labels_of(first) for name, column in self._columns.items()}
         return replace(minibatch, set_of_row=self.array(sets), group=group)
 
-    def _converted(self, arrays: MinibatchArrays) -> Minibatch:
-        (minibatch,) = self.convert(arrays, (0, len(arrays.index)))
-        return minibatch
-
     def _with(self, companions: Companions, arrays: MinibatchArrays) -> tuple[MinibatchArrays, dict[str, Any]]:
         """The rows without their companions, and the fields that these become."""
         n_rows = len(arrays.index) // (1 + companions.per_row)
@@ -354,9 +350,9 @@ class WithSets:
         first = n_rows
         if companions.controls is not None:
             first += n_rows * companions.controls.n
-            more["control"] = self._converted(gather.cut(arrays, n_rows, first))
+            more["control"] = one_of(self.convert, gather.cut(arrays, n_rows, first))
         if companions.neighbors is not None:
-            more["neighbors"] = self._converted(gather.cut(arrays, first, len(arrays.index)))
+            more["neighbors"] = one_of(self.convert, gather.cut(arrays, first, len(arrays.index)))
             weights = companions.neighbors.weights_of(arrays.index[:n_rows])
             more["neighbor_weights"] = self.array(weights)
         return gather.cut(arrays, 0, n_rows), more

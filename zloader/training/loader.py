@@ -17,7 +17,7 @@ from zloader.common.errors import OptionError
 from zloader.common.loaded import worker_info
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
-from zloader.common.records import MinibatchArrays, Statistics
+from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.cell_sets import BoundCellSets, SetCounts
 from zloader.order.controls import MatchedControls
@@ -35,7 +35,7 @@ from zloader.selecting.genes import GenesOf
 from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_companions, with_sets
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
 from zloader.training.minibatch import Minibatch
-from zloader.training.own_transforms import Convert, OwnTransforms
+from zloader.training.own_transforms import Convert, OwnTransforms, one_of
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
 
@@ -370,7 +370,7 @@ class Loader(_Dataset):
         message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
         bridge, record.counters = start(work)
-        convert = functools.partial(_minibatch_of, self._converter())
+        convert = functools.partial(one_of, self._converter())
         if lent is None:
             return RunningEpoch(bridge=bridge, record=record, convert=form.finishing(convert), uncount=uncount)
         from zloader.training.delivery import Delivered, Delivery, deliver
@@ -396,8 +396,3 @@ class Loader(_Dataset):
         return self._contents.recipe(
             epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping, ready=ready
         )
-
-
-def _minibatch_of(convert: Convert, arrays: MinibatchArrays) -> Minibatch:
-    (minibatch,) = convert(arrays, (0, len(arrays.index)))
-    return minibatch

@@ -22,6 +22,12 @@ Convert = Callable[[MinibatchArrays, Sequence[int]], Sequence[Minibatch]]  # the
 _DEPTH = 4  # of containers in which bytes are counted
 
 
+def one_of(convert: Convert, arrays: MinibatchArrays) -> Minibatch:
+    """The only minibatch of arrays."""
+    (minibatch,) = convert(arrays, (0, len(arrays.index)))
+    return minibatch
+
+
 @dataclass(kw_only=True)  # not frozen, which would take three times as long
 class Made:
     """The loader's item for a minibatch of the rows `index`, and about how many bytes it takes; or an error instead.
@@ -85,7 +91,7 @@ class OwnTransforms:
         if self.fetch is None:
             minibatches = convert(together, cuts)
         else:
-            (of_all,) = convert(together, (0, len(index)))
+            of_all = one_of(convert, together)
             of_all = _checked(self.fetch, _called("fetch_transform", self.fetch, of_all, index), index)
             minibatches = (_rows_of(of_all, first, last) for first, last in pairwise(cuts))
         for minibatch, (first, last) in zip(minibatches, pairwise(cuts), strict=True):
