@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from helpers import PATIENCE_S
 
-from zloader.common.child import Child, ChildCrashedError, ChildError
+from zloader.common.child import Child, ChildCrashedError, ChildError, children_kept
 
 
 def clumsy(folder: Path, crashes: int = 0, **options: Any) -> Child:
@@ -26,6 +27,14 @@ def clumsy(folder: Path, crashes: int = 0, **options: Any) -> Child:
 def answer(arrays: list[np.ndarray]) -> Any:
     (content,) = arrays
     return json.loads(content.tobytes())
+
+
+def pid_of(folder: Path, **options: Any) -> int:
+    """The process of a shared child, which has answered by an object of its own."""
+    folder.mkdir(exist_ok=True)
+    with clumsy(folder, shared=True, **options) as child:
+        assert answer(child.call("count"))[1] == 1
+        return child.pid
 
 
 def is_running(pid: int) -> bool:
@@ -125,6 +134,66 @@ def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
             assert answer(child.call("count")) == [2, 1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_processes_are_kept_for_the_next_child(tmp_path: Path) -> None:
+    with children_kept():
+        with children_kept():
+            first = pid_of(tmp_path / "a")
+        assert [pid_of(tmp_path / name) for name in "bca"] == [first] * 3
+        assert pid_of(tmp_path / "a", environment={"OTHER": "1"}) != first
+        with clumsy(tmp_path, attempts=2) as child:
+            child.call("count")
+            assert child.pid != first
+        assert is_running(first)
+    assert not is_running(first)
+    assert not is_running(pid_of(tmp_path / "a"))
+
+
+def test_a_process_that_failed_is_not_used_again(tmp_path: Path) -> None:
+    with children_kept():
+        first = pid_of(tmp_path)
+        with clumsy(tmp_path, shared=True) as child, pytest.raises(ChildError):
+            child.call("fail")
+        assert not is_running(first)
+        second = pid_of(tmp_path)
+        with clumsy(tmp_path, shared=True, deadline_s=0.5) as child, pytest.raises(TimeoutError):
+            child.call("hang")
+        assert pid_of(tmp_path) not in (first, second)
+
+
+def test_a_crash_counts_only_in_a_process_of_its_own(tmp_path: Path) -> None:
+    with children_kept():
+        first = pid_of(tmp_path)
+        with clumsy(tmp_path, 2, shared=True) as child:
+            assert answer(child.call("crash")) == [3, 1]
+            assert child.pid != first
+        with Child("children:Crashing", shared=True) as child, pytest.raises(ChildCrashedError, match="SIGSEGV"):
+            child.call("count")
+        os.kill(pid := pid_of(tmp_path), signal.SIGKILL)
+        assert pid_of(tmp_path) != pid
+
+
+def test_kept_processes_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zloader.common.child._most_shared", lambda: 3)
+    for number in range(60):
+        (tmp_path / str(number)).mkdir()
+    with children_kept(), ThreadPoolExecutor(16) as threads:
+        pids = list(threads.map(lambda number: pid_of(tmp_path / str(number)), range(60)))
+    assert 1 <= len(set(pids)) <= 3
+    assert not any(map(is_running, pids))
+
+
+def test_a_forked_process_keeps_its_own(tmp_path: Path) -> None:
+    with children_kept():
+        first = pid_of(tmp_path)
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        forked = context.Process(target=lambda: theirs.send(pid_of(tmp_path)))
+        forked.start()
+        forked.join()
+        assert ours.recv() != first
+        assert pid_of(tmp_path) == first
 
 
 OWNER = """

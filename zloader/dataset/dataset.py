@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 
 from zloader.access.location import Location
+from zloader.common.child import children_kept
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.keywords import answers
 from zloader.common.messages import warn_user
@@ -46,12 +47,12 @@ def open_locations(
 
     With `warn`, joins that lose most genes are warned about.
     """
-    opened = open_all(locations, cache, offline=offline)
-    matrices = Matrices(opened, without_functions(opened.stores, rule))
-    if len(opened.stores) > 1 or not rule.as_stored:
-        lost = matrices.lost
-        if warn and lost:
-            warn_user(lost)
+    with children_kept():
+        opened = open_all(locations, cache, offline=offline)
+        matrices = Matrices(opened, without_functions(opened.stores, rule))
+        lost = matrices.lost if len(opened.stores) > 1 or not rule.as_stored else ""
+    if warn and lost:
+        warn_user(lost)
     return Dataset(opened, Observations(opened), matrices)
 
 

@@ -198,7 +198,7 @@ def _ask(location: Location, listed: StoredObject, method: str, *arguments: Any)
     # Without locks, a file on a file system that has none could not be opened.
     environment = {"HDF5_USE_FILE_LOCKING": "BEST_EFFORT"}
     try:
-        with Child(_CHILD, file, listed, deadline_s=_DEADLINE_S, environment=environment) as child:
+        with Child(_CHILD, file, listed, deadline_s=_DEADLINE_S, environment=environment, shared=True) as child:
             return child.call(method, *arguments)[0].tobytes()
     except TimeoutError as error:
         raise DeadlineError(

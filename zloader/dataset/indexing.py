@@ -15,6 +15,7 @@ from zloader.access.location import Location, location_of
 from zloader.access.stored_objects import mirror_fingerprint
 from zloader.access.zarr_groups import no_codec_warnings
 from zloader.caching.atomic_files import draft_path
+from zloader.common.child import children_kept
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.keywords import answers
@@ -43,6 +44,7 @@ from zloader.selecting.columns import NUMBERS
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.recorded import record_of
 
+_SHARED = ("gene_names", "layout", "obs")  # columns that are the same for many stores
 URL = str | os.PathLike[str]
 _THREADS = 16  # each waits for a server, or for the process that reads an HDF5 file
 
@@ -120,7 +122,7 @@ def index(
         bar = bars.add("indexing", len(locations))
         rows: list[dict[str, Any]] = []
         try:
-            with no_codec_warnings():
+            with no_codec_warnings(), children_kept():
                 for found in threads.map(indexer.rows_of, locations):
                     rows += found
                     bar(1)
@@ -159,6 +161,7 @@ class _Indexer:
     def __init__(self, manifest: Location, genes_by: str | None, before: pd.DataFrame | None) -> None:
         self._manifest, self._genes_by = manifest, genes_by
         self.n_reused = 0
+        self._texts: dict[str, str] = {}  # each once: many stores have the same genes and layout
         self._before: dict[tuple[str, str], dict[str, Any]] = {}
         if before is not None:
             names = {each: text for each, text in names_by_set(before).items() if _named_by(text) == genes_by}
@@ -177,7 +180,9 @@ class _Indexer:
         if known is not None and known["stamp"] == stamp and known["gene_names"]:
             self.n_reused += 1
             return {name: known[name] for name in COLUMNS} | {"labels": {}, "reused": known}
-        return _recorded(store, self._genes_by) | {
+        recorded = _recorded(store, self._genes_by)
+        shared = {name: self._texts.setdefault(recorded[name], recorded[name]) for name in _SHARED}
+        return recorded | shared | {
             "url": relative(self._manifest, location),
             "rows": store.n_obs,
             "fingerprint": store.fingerprint,

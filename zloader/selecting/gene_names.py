@@ -81,6 +81,8 @@ def _is_missing(value: Any) -> bool:
 
 def renamed_by(new: Mapping[str, str], names: Iterable[Any], at: str) -> pd.Index:
     """The names of genes, with new ones for those that have one. Raises OptionError if two become the same."""
+    if not new:
+        return pd.Index(list(map(str, names)))
     first: dict[str, str] = {}
     alike: list[str] = []
     made: list[str] = []
