@@ -463,6 +463,43 @@ def test_a_damaged_chunk_is_named_by_verify(tmp_path: Path) -> None:
     assert "fletcher32" in problem.what
 
 
+def test_verify_reads_the_records_that_scanpy_puts_into_uns(tmp_path: Path) -> None:
+    names = np.rec.array([("TP53", "MYC"), ("GAPDH", "ACTB")], dtype=[("alpha", object), ("beta", object)])
+    adata = ADATA.copy()
+    adata.uns["rank_genes_groups"] = {"names": names, "params": {"method": "wilcoxon"}}
+    path = write(tmp_path / "a.h5ad", adata=adata)
+    assert zl.verify(path, progress=False).problems == ()
+    assert zl.verify(path, against=path, progress=False).problems == ()
+    with h5py.File(path, "r+") as file:
+        file["uns/rank_genes_groups/more"] = file["uns/rank_genes_groups/names"][()]  # with a heap of its own
+        at = file["uns/rank_genes_groups/more"].id.get_offset()
+    content = bytearray(path.read_bytes())
+    content[at + 4 : at + 12] = b"\x37" * 8  # the address of a heap
+    path.write_bytes(content)
+    (problem,) = zl.verify(path, progress=False).problems
+    assert problem.where == "uns/rank_genes_groups/more"
+
+
+def test_records_of_any_kind_do_not_keep_a_file_from_being_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad")
+    padded = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+    nested = np.dtype([("a", [("p", "i4"), ("q", "f8")]), ("b", "i4")])
+    with h5py.File(path, "r+") as file:
+        uns = file.require_group("uns")
+        uns["padded"] = np.array([(1, 2.5), (3, 4.5)], padded)
+        uns["fixed"] = np.array([(b"ab", 1), (b"c", 2)], [("a", "S2"), ("b", ">i4")])
+        uns["nested"] = np.zeros(3, nested)
+        uns["scalar"] = np.array((1, 2.5), padded)
+        uns["none"] = np.zeros(0, padded)
+        uns["arrays"] = np.zeros(3, [("a", "S3"), ("b", "f8", (2,))])
+    rows_are_right(path)
+    problems = zl.verify(path, progress=False).problems
+    assert sorted(each.where for each in problems) == ["uns/arrays", "uns/nested"]
+    store = zl.open_dataset(path)._opened.only_store
+    assert store.element("uns/padded").tolist() == [(1, 2.5), (3, 4.5)]
+    assert store.element("uns/fixed").tolist() == [(b"ab", 1), (b"c", 2)]
+
+
 def test_files_can_be_pickled_and_read_by_workers(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
     dataset = pickle.loads(pickle.dumps(zl.open_dataset(path, cache=tmp_path / "cache")))

@@ -257,6 +257,8 @@ class Hdf5Store(Store):
         place = [int(number) for number in numbers.split(".")] if node["shape"] else []
         if node.get("inline") is not None:
             return bytes.fromhex(node["inline"])
+        if node.get("records"):
+            return _ask(self._location, self._listed, "records", path)
         if node.get("strings"):
             return _ask(self._location, self._listed, "strings", path, place[0] * _STRINGS, _STRINGS)
         layout = self._index.chunk_layout(path, self._name)

@@ -182,12 +182,16 @@ class _Indexer:
             return {name: known[name] for name in COLUMNS} | {"labels": {}, "reused": known}
         recorded = _recorded(store, self._genes_by)
         shared = {name: self._texts.setdefault(recorded[name], recorded[name]) for name in _SHARED}
-        return recorded | shared | {
-            "url": relative(self._manifest, location),
-            "rows": store.n_obs,
-            "fingerprint": store.fingerprint,
-            "stamp": stamp,
-        }
+        return (
+            recorded
+            | shared
+            | {
+                "url": relative(self._manifest, location),
+                "rows": store.n_obs,
+                "fingerprint": store.fingerprint,
+                "stamp": stamp,
+            }
+        )
 
 
 def _named_by(gene_names: str) -> str | None:

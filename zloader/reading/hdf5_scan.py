@@ -31,6 +31,8 @@ from zloader.storage.placement import ABSENT
 _MOST_NODES = 1 << 18  # groups and arrays; a file with more is no AnnData
 _MOST_DEPTH = 32
 _MOST_CHUNKS = 1 << 26
+_MOST_RECORDS = 1 << 20  # fields of records; a million with text take some seconds to read
+_MOST_TEXT = 1 << 26  # characters of such a field, all as long as the longest
 _BLOCK_BYTES = 32 << 10  # of arrays without chunks, which are cut into chunks of about so many bytes
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
 _PLUGINS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}
@@ -153,11 +155,17 @@ def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most
         few = not shape or math.prod(shape) <= most_inline
         inline = _strings(node, 0, shape[0] if shape else 1).hex() if few else None
         return {"shape": shape, "strings": True, "inline": inline}
+    if node.dtype.names:
+        if math.prod(shape) * len(node.dtype.names) > _MOST_RECORDS:
+            raise Refused(f"it holds more than {_MOST_RECORDS} fields of records")
+        dtype = _records(node).dtype
+        fields = [(name, dtype[name].str) for name in dtype.names or ()]
+        return {"shape": shape, "records": True, "dtype": fields, "chunks": shape, "inline": None}
     if node.dtype.hasobject or node.dtype.kind not in "biufcSUV":
         raise Refused(f"it holds {node.dtype}")
     plist = node.id.get_create_plist()
     filters = [_filter(plist.get_filter(number), node.dtype) for number in range(plist.get_nfilters())]
-    described = {"shape": shape, "dtype": _dtype_text(node.dtype), "filters": filters, "fill": _fill_value(node)}
+    described = {"shape": shape, "dtype": node.dtype.str, "filters": filters, "fill": _fill_value(node)}
     if plist.get_layout() == h5py.h5d.COMPACT:
         return described | {"chunks": shape, "inline": np.asarray(node[()]).tobytes().hex()}
     if node.chunks is None:
@@ -165,10 +173,6 @@ def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most
     chunks = [int(size) for size in node.chunks]
     tables.append(_chunk_table(node, chunks, filters, base))
     return described | {"chunks": chunks, "table": len(tables) - 1}
-
-
-def _dtype_text(dtype: np.dtype[Any]) -> Any:
-    return dtype.str if dtype.names is None else [list(field) for field in dtype.descr]
 
 
 def _fill_value(node: h5py.Dataset) -> str:
@@ -247,6 +251,30 @@ def _strings(node: h5py.Dataset, start: int, n_rows: int) -> bytes:
     return bytes(numcodecs.VLenUTF8().encode(values))
 
 
+def _records(node: h5py.Dataset) -> NDArray[Any]:
+    """An array of records, such as uns has of scanpy, with text of a fixed length, as anndata stores it in Zarr.
+
+    Raises Refused for records of anything but text and numbers.
+    """
+    found, columns = node[()], {}
+    for name in found.dtype.names:
+        column = columns[name] = np.asarray(found[name])
+        if h5py.check_string_dtype(node.dtype[name]) is not None and column.dtype.hasobject:
+            try:
+                text = [each.decode() for each in column.reshape(-1)]
+            except UnicodeDecodeError as error:
+                raise Refused(f"it holds text that is not UTF-8 ({error})") from error
+            if len(text) * max(map(len, text), default=0) > _MOST_TEXT:
+                raise Refused(f"the text in {name!r} is too long")
+            columns[name] = np.array(text, str).reshape(column.shape)
+        elif column.dtype.kind not in "biufcSU" or column.shape != found.shape:
+            raise Refused(f"it holds {node.dtype}")
+    records = np.empty(found.shape, [(name, column.dtype.newbyteorder("<")) for name, column in columns.items()])
+    for name, column in columns.items():
+        records[name] = column
+    return records
+
+
 class Hdf5File:
     """A file in a process of its own: a path, or, on a server, the Location of its folder and its name."""
 
@@ -266,6 +294,11 @@ class Hdf5File:
         """`n_rows` rows of an array of strings, as the bytes of numcodecs' vlen-utf8."""
         with self._opened() as file:
             return _strings(file[path], start, n_rows)
+
+    def records(self, path: str) -> bytes:
+        """An array of records, in the dtype that the index says."""
+        with self._opened() as file:
+            return _records(file[path]).tobytes()
 
     def _opened(self) -> h5py.File:
         if isinstance(self._file, str):
