@@ -12,7 +12,7 @@ they put into the page cache. This needs root and the memory controller of cgrou
 Before a process starts, all files that it will read are dropped from the page cache. It opens the store and takes one
 minibatch. Then it begins an epoch, of which the minibatches that come within `--seconds` after the first one count,
 with the time until the last of them. Each case has a new process in each turn, and the sides take turns, every other
-turn in reverse order.
+turn in reverse order. A side that failed, such as one that needs more memory, is left out of later turns.
 
 The sides:
 
@@ -21,7 +21,8 @@ The sides:
   epoch of the whole store under the same limit ("filling"), which is measured, too. Mirrors of one form are deleted
   before the next form is filled.
 - annbatch: its own shuffled collection, with chunks as large as the blocks, and with chunks of 512 rows.
-- annbatch, scDataset, of zloader's store: the same files that "zloader, no mirror" reads.
+- annbatch, scDataset, of zloader's store: the same files that "zloader, no mirror" reads. scDataset has a worker per
+  core, as its quick start has it, or none.
 
 All use minibatches of 64, fetches of `--fetch-rows` rows and one obs column. Blocks of 64 rows and single rows
 (`--blocks 64,1`) are the two orders.
@@ -60,7 +61,7 @@ from zloader.common.checks import parse_size
 
 _DISK = "disk"
 _FORMS = ("decoded", "compact", "stored")
-_DEADLINE_S = 120.0  # for a process that answers nothing
+_DEADLINE_S = 75.0  # for a process that answers nothing
 _PROBED = 1 << 30  # bytes, at most, that a probe of the disk reads
 _PROBES = {  # name: bytes of a read, whether at random, and threads
     "sequential 1 MiB, 2 threads": (1 << 20, False, 2),
@@ -189,6 +190,9 @@ def others(options: argparse.Namespace, ours: Path) -> dict[str, Side]:
             found["annbatch"] = Side(tool=tool, python=python, store=own, files=own)
             found["annbatch, chunks of 512"] = Side(tool=tool, python=python, store=own, files=own, options=chunks)
         found[f"{tool}, zloader's store"] = Side(tool=tool, python=python, store=ours, files=ours)
+        if tool == "scdataset":
+            alone = Side(tool=tool, python=python, store=ours, files=ours, options={"workers": 0})
+            found["scdataset, zloader's store, no workers"] = alone
     return found
 
 
@@ -212,17 +216,19 @@ def turns(
 ) -> tuple[dict[str, list[Figures]], list[Figures]]:
     """The figures of every side and block, and those of the disk, with one more for each turn."""
     runs: dict[str, list[Figures]] = {}
-    disks = []
+    disks, left_out = [], set[str]()
     for turn in range(options.turns):
         disks.append(bench.disk(probed))
         print(f"turn {turn + 1}: {disks[-1]}", file=sys.stderr)
         for block in options.blocks:
             for name in list(sides)[:: -1 if turn % 2 else 1]:
-                if block == 1 and "512" in name:
-                    continue
                 label = f"blocks of {block}: {name}"
+                if label in left_out or (block == 1 and "512" in name):
+                    continue
                 figures = attempt(bench, sides[name], block, f"turn {turn + 1}, {label}")
-                if figures:
+                if figures is None:
+                    left_out.add(label)
+                else:
                     runs.setdefault(label, []).append({**figures, _DISK: disks[-1][_REFERENCE]})
     return runs, disks
 
