@@ -12,7 +12,7 @@ from benchmark_runs import RUN, measurement, peers, whole_run, write
 from pages import Page, drawn
 
 from benchmarks.compare import report
-from benchmarks.compare.reporting import figures, records, tables, words
+from benchmarks.compare.reporting import costs, figures, records, tables, words
 from benchmarks.compare.reporting.results import Results
 from benchmarks.compare.reporting.turns import Spread
 
@@ -111,6 +111,31 @@ def test_an_epoch_that_hardly_began_gives_a_bound_and_no_speed(tmp_path):
     assert "x ≥ 12.8 cells/s" not in text.split("At a glance")[0]
     (chart,) = figures.charts(results(tmp_path, lines), "random", "synthetic")
     assert {"≥ 12.8", "10"} <= {text.get_text() for text in drawn(chart).axes[0].texts}
+
+
+def test_mixing_and_cells_in_memory_stand_beside_the_speed(tmp_path):
+    lines = one_case(("zloader", [100]), ("annbatch", [50]), ("AnnData in memory", [120]))
+    for line, bits in zip(lines[-3:-1], (3.5, 3.7), strict=True):
+        line["entropy"] = bits
+    (table,) = tables.at_a_glance(results(tmp_path, lines)).tables
+    assert table.header[-2:] == ["entropy, bits", "AnnData in memory"]
+    assert table.rows[0][-2:] == ["3.50 and 3.70", "120 cells/s"]
+
+
+def test_costs_are_those_of_processors_and_of_reads(tmp_path):
+    """4 000 CPU seconds per 1 000 cells, and $0.004 for their GETs; the second tool ended early, so it has a bound."""
+    spent = {"user_s": 3600.0, "system_s": 400.0, "dollars": 0.004, "ended": True}
+    case = {"epoch": "cold"}
+    lines = [RUN, *peers("zloader", "annbatch"),
+             measurement("cold_warm_cloud", "zloader", 1, 100, case=case) | spent | {"rows": 1000},
+             measurement("cold_warm_cloud", "annbatch", 1, 100, case=case) | spent | {"rows": 500, "ended": False},
+             ]  # fmt: skip
+    (table,) = section(results(tmp_path, lines), "What an epoch costs").tables
+    dollars = 1e5 * (4000 * costs.CORE_HOUR / 3600 + 0.004)
+    assert table.rows == [
+        ["zloader", "4 000 000", f"{dollars:.2f}", "", ""],
+        ["annbatch", "≤ 8 000 000", f"≤ {2 * dollars:.2f}", "", ""],
+    ]
 
 
 def test_a_case_with_another_data_set_says_so(tmp_path):

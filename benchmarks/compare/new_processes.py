@@ -18,9 +18,11 @@ from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Figures, in_new_process, read_through
 from benchmarks.harness.sides import Reader
 from benchmarks.questions import wide
+from zloader.common.machine import available_bytes
 
 WORK_S = 0.003  # a training step, for the share of waiting
 _EPOCHS = 3  # of the scenario `memory`
+_TOUCHED = 4 << 30  # before a start of which every second counts: see measuring.touch
 
 
 def cold_warm_local(session: Session) -> None:
@@ -181,6 +183,7 @@ def of_one_size(session: Session, case: Case, *, whole: bool) -> None:
                 with session.attempt(place, left_out):
                     if not turn:
                         stored(each)
+                    in_new_process(measuring.touch, min(_TOUCHED, available_bytes() // 4))
                     figures = from_start(session, each, data)
                     if turn:
                         session.measurement(place, figures, metadata_only=not whole)

@@ -146,7 +146,7 @@ def readme_section(results: Results, link: str, figures: str) -> str:
     of = "".join(f" over {value_text(each.rows)} cells × {value_text(each.genes or 0)} genes" for each in data)
     said = (
         f"Medians of one run of all tools in turns{of}. [{link}]({link}) has the rest, and where other tools are "
-        f"better. {CEILING} is no loader and left out here. {_origin(results)}."
+        f"better. {CEILING} is no loader. {_origin(results)}."
     )
     glance = at_a_glance(results)
     tables = [_table(Table("", table.header, table.rows)) for table in glance.tables]

@@ -47,6 +47,7 @@ from functools import partial
 from pathlib import Path
 
 import zloader as zl
+from benchmarks.harness.cgroups import cgroup
 from benchmarks.harness.measuring import Figures, table
 from benchmarks.harness.sides import (
     Reader,
@@ -65,50 +66,6 @@ MOST_S = 30.0  # per epoch with limited memory
 OURS, RANDOM = "zloader", "pread"
 WAYS = {RANDOM: "pread", "pread, advised": "pread, advised", "sequential": "sequential"}
 COLUMNS = ("rows/s", "(range)", "useful MB/s", "device MB/s", "device/useful", "cpu s/100k rows", "x pread", "(range)")
-
-
-# ---- memory cgroups
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cgroup:
-    """A memory cgroup made for one process."""
-
-    directory: Path
-    limit: str  # name of the file with the limit
-    usage: str  # name of the file with the usage
-    cached: str  # key in memory.stat
-
-    def limit_cache(self, n_bytes: int) -> int:
-        """Sets the limit to the memory of the processes plus `n_bytes` of page cache. Returns the limit in bytes."""
-        stat = dict(line.split() for line in (self.directory / "memory.stat").read_text().splitlines())
-        process_bytes = int((self.directory / self.usage).read_text()) - int(stat[self.cached])
-        limit = process_bytes + n_bytes
-        (self.directory / self.limit).write_text(str(limit))
-        return limit
-
-
-@contextlib.contextmanager
-def cgroup(pid: int) -> Iterator[Cgroup]:
-    """Moves a process into a new memory cgroup. The process must end before the context does. Raises OSError."""
-    v1 = Path("/sys/fs/cgroup/memory")
-    parent = v1 if v1.is_dir() else Path("/sys/fs/cgroup")
-    directory = parent / f"zloader-disk-{os.getpid()}-{pid}"
-    directory.mkdir()
-    try:
-        (directory / "cgroup.procs").write_text(str(pid))
-        if v1.is_dir():
-            names = {"limit": "memory.limit_in_bytes", "usage": "memory.usage_in_bytes", "cached": "cache"}
-        else:
-            names = {"limit": "memory.max", "usage": "memory.current", "cached": "file"}
-        if not (directory / names["limit"]).exists():
-            raise OSError(f"{directory} has no memory controller")
-        yield Cgroup(directory=directory, **names)
-        (parent / "cgroup.procs").write_text(str(pid))
-    finally:
-        with contextlib.suppress(OSError):
-            (parent / "cgroup.procs").write_text(str(pid))
-        directory.rmdir()
 
 
 # ---- epochs
@@ -148,7 +105,8 @@ class Bench:
         """Epochs of each side in sequence, with room for a share of the mirror in the page cache."""
         runs = {}
         for name in (OURS, *WAYS):
-            with self.side(name, block) as side, cgroup(side.process.pid) as group:
+            with self.side(name, block) as side, cgroup() as group:
+                group.add(side.process.pid)
                 side.ask(drop=str(self.mirror))
                 limit = group.limit_cache(int(cached * self.useful_bytes))
                 print(f"limited, blocks of {block}, {name}: {limit / 1e6:,.0f} MB limit", file=sys.stderr)

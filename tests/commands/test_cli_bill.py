@@ -131,8 +131,12 @@ def test_as_text_with_all_prices_and_the_verdict():
 @pytest.mark.parametrize("flags", [["--parameters", "1e6"], ["--tokens-per-row", "1"], ["--gpu-rows-per-s", "5000"]])
 def test_rates_of_others_are_for_models_of_their_size(flags):
     assert "published" not in zloader("bill", *flags).stdout
-    assert bill(*flags)["hours_per_epoch_as_published"] == {}
-    assert len(bill("--parameters", "60e6")["hours_per_epoch_as_published"]) == 2
+    assert bill(*flags)["hours_per_epoch_as_published"] == bill(*flags)["published"] == {}
+    alike = bill("--parameters", "60e6", "--rows", "96e6")
+    assert len(alike["hours_per_epoch_as_published"]) == 2
+    assert alike["published"]["fast-scgpt, eight H100"] == {
+        "rows_per_s": 31_900, "mfu": 0.316, "rows": 96_000, "epochs": 0.001,
+    }  # fmt: skip
 
 
 def test_small_runs_are_not_rounded_to_nothing():

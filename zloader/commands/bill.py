@@ -137,9 +137,22 @@ def _from_bench(path: Path) -> dict[str, float]:
 
 # ---- the command
 
-# Rates that others published for whole runs of models like scGPT. They are quoted as they are, because their counts of
-# FLOPs differ.
-PUBLISHED = {"fast-scgpt, eight H100": 31_900, "fast-scgpt, one H100": 842}
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A rate that others published, its MFU by their own count of FLOPs, and the rows over which it was measured."""
+
+    rows_per_s: int
+    mfu: float
+    rows: int
+
+
+# Runs of 50 steps of models like scGPT (github.com/slaf-project/fast-scgpt, README). They are quoted as they are: by
+# the count of `bill`, the rate of eight GPUs would be above their peak.
+PUBLISHED = {
+    "fast-scgpt, eight H100": Published(rows_per_s=31_900, mfu=0.316, rows=50 * 1920),
+    "fast-scgpt, one H100": Published(rows_per_s=842, mfu=0.372, rows=50 * 240),
+}
 _TOKENS_PARAMETERS = Setup.parameters * Setup.tokens_per_row
 
 
@@ -160,16 +173,19 @@ def _document(run: Run) -> dict[str, Any]:
     document = {"run": dataclasses.asdict(run), "cold": dataclasses.asdict(cold)}
     document |= {"warm": dataclasses.asdict(warm)} if run.mirror else {}
     hours, dollars = run.totals()
-    published = {name: run.rows / rate / 3600 for name, rate in _published(run).items()}
+    published = _published(run)
     return document | {
         "hours": hours,
         "dollars": dollars,
         "verdict": _verdict(run),
-        "hours_per_epoch_as_published": published,
+        "hours_per_epoch_as_published": {name: run.rows / each.rows_per_s / 3600 for name, each in published.items()},
+        "published": {
+            name: dataclasses.asdict(each) | {"epochs": each.rows / run.rows} for name, each in published.items()
+        },
     }
 
 
-def _published(run: Run) -> dict[str, int]:
+def _published(run: Run) -> dict[str, Published]:
     """The rates of others for a model of about this size; none for any other."""
     alike = 0.5 <= run.parameters * run.tokens_per_row / _TOKENS_PARAMETERS <= 2
     return PUBLISHED if alike and run.gpu_rows_per_s is None else {}
@@ -238,6 +254,8 @@ def _show(console: Console, run: Run, sources: Mapping[str, str]) -> None:
     console.print(f"prices: GPU hour ${run.gpu_hour:g}, producer hour ${run.producer_hour:g}, 1000 GETs "
                   f"${run.thousand_gets:g}, GB read ${run.gigabyte_egress:g}, GB of NVMe and month "
                   f"${run.nvme_gigabyte_month:g}")  # fmt: skip
-    for name, rate in _published(run).items():
-        hours_each = _figure(run.rows / rate / 3600)
-        console.print(f"as published, {name}: {rate:,} rows/s, {hours_each} hours per epoch", style="dim")
+    for name, each in _published(run).items():
+        hours_each = _figure(run.rows / each.rows_per_s / 3600)
+        console.print(f"as published, {name}: {each.rows_per_s:,} rows/s, {hours_each} hours per epoch; MFU "
+                      f"{each.mfu:.1%} by its own count, measured over {each.rows:,} rows "
+                      f"({_figure(each.rows / run.rows)} epochs)", style="dim")  # fmt: skip

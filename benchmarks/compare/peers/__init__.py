@@ -35,6 +35,7 @@ MODULES = (
     "cell-load",
     "protoplast",
     "mosaicml-streaming",
+    "litdata",
     "mappedcollection",
 )
 EPOCHS = ("cold_warm_local", "minibatch", "random", "first", "memory")  # scenarios that any loader can take part in

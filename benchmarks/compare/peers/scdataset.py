@@ -72,7 +72,8 @@ def epochs(options: Request) -> Epochs:
         batch_callback=lambda fetched, numbers: (fetched[0][numbers], fetched[1][numbers]),
         seed=0,
     )
-    loader = DataLoader(dataset, batch_size=None, num_workers=options["workers"], prefetch_factor=factor + 1)
+    ahead = factor + 1 if options["workers"] else None
+    loader = DataLoader(dataset, batch_size=None, num_workers=options["workers"], prefetch_factor=ahead)
     return lambda _: Epoch(
         minibatches=iter(loader),
         size=lambda minibatch: minibatch[0].shape[0],

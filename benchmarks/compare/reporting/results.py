@@ -11,6 +11,7 @@ from benchmarks.compare.reporting.turns import Spread, figures, ratios, spread
 from benchmarks.compare.reporting.words import (
     CEILING,
     CELLS,
+    ENTROPY,
     OURS,
     Figure,
     case_order,
@@ -41,7 +42,8 @@ class Entry:
 class Headline:
     """A case that stands for its scenario: zloader beside the best other tool, None if there is no other.
 
-    `turns` is the number of turns in which both were measured, or zloader if there is no other.
+    `turns` is the number of turns in which both were measured, or zloader if there is no other. `memory` is the figure
+    of an AnnData in memory, and `mixing` the entropy of labels that zloader and the other tool gave, if measured.
     """
 
     label: str
@@ -49,13 +51,15 @@ class Headline:
     ours: Entry
     other: Entry | None
     turns: int = 0
+    memory: Spread | None = None
+    mixing: tuple[Spread | None, Spread | None] = (None, None)
 
 
 _HEADLINES: Sequence[tuple[str, Mapping[str, str | int], str]] = (
     ("cold_warm_local", {"epoch": "cold"}, "cold epoch, local disk"),
     ("cold_warm_cloud", {"epoch": "cold"}, "cold epoch, simulated cloud"),
     ("cold_warm_local", {"epoch": "warm"}, "warm epoch, local disk"),
-    ("cold_warm_cloud", {"epoch": "warm"}, "warm epoch, simulated cloud"),
+    ("cold_warm_cloud", {"epoch": "warm"}, "warm epoch, simulated cloud (zloader: its copy on the disk)"),
     ("real", {"epoch": "cold"}, "cold epoch, this store"),
     ("real", {"epoch": "warm"}, "warm epoch, this store"),
     ("random", {}, "perfectly random cells"),
@@ -174,7 +178,9 @@ class Results:
                     others = [entry for entry in self.entries(keys[0], figure) if is_rival(entry.peer)]
                     other = others[0] if others else None
                     of = label if data == self.first_data else f"{label} ({data})"
-                    found.append(Headline(of, figure, ours, other, self.common_turns(keys[0], ours, other)))
+                    turns, memory = self.common_turns(keys[0], ours, other), self.spread(keys[0], CEILING, figure)
+                    mixing = [self.spread(keys[0], each.peer, ENTROPY) if each else None for each in (ours, other)]
+                    found.append(Headline(of, figure, ours, other, turns, memory, (mixing[0], mixing[1])))
         return found
 
     def common_turns(self, key: Key, one: Entry, other: Entry | None) -> int:

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.compare.reporting import elsewhere, figures
+from benchmarks.compare.reporting import costs, elsewhere, figures
 from benchmarks.compare.reporting.records import Key, Records, Run
 from benchmarks.compare.reporting.results import Entry, Headline, Results
 from benchmarks.compare.reporting.turns import Spread
 from benchmarks.compare.reporting.words import (
     CEILING,
+    ENTROPY,
     LIMITS,
     OURS,
     TERMS,
@@ -42,6 +43,7 @@ def sections(results: Results) -> list[Section]:
         at_a_glance(results),
         *_behind(results),
         *(_scenario(results, name) for name in results.scenarios),
+        *costs.sections(results),
         *_limits(results.records),
         _tools(results),
         *_absent(results.records),
@@ -126,17 +128,30 @@ def _ratio(value: float) -> str:
 
 
 def at_a_glance(results: Results) -> Section:
-    """zloader beside the best other tool, one row per headline."""
-    rows = []
-    for found in results.headlines():
+    """zloader beside the best other tool, one row per headline, with mixing and cells in memory where measured."""
+    rows, headlines = [], results.headlines()
+    remembered = any(found.memory for found in headlines)
+    mixed = any(any(found.mixing) for found in headlines)
+    for found in headlines:
         ours = _with_unit(found.ours, found.figure)
         other = against = ""
         if found.other:
             other = f"{found.other.peer}: {_with_unit(found.other, found.figure)}"
             against = _against(found.other)
-        rows.append([found.label, ours, other, _certain(against, found.turns)])
+        more = [_bits(found)] * mixed + [_in_memory(found)] * remembered
+        rows.append([found.label, ours, other, _certain(against, found.turns), *more])
     header = ["", OURS, "best other tool", "zloader is … as fast"]
+    header += ["entropy, bits"] * mixed + [CEILING] * remembered
     return Section(title="At a glance", tables=[Table(_medians(results), header, rows)] if rows else [])
+
+
+def _in_memory(found: Headline) -> str:
+    return f"{found.figure.text(found.memory.median)}{found.figure.unit}" if found.memory else ""
+
+
+def _bits(found: Headline) -> str:
+    """The entropies of zloader and of the other tool."""
+    return " and ".join(ENTROPY.text(each.median) for each in found.mixing if each) if all(found.mixing) else ""
 
 
 def _medians(results: Results) -> str:
