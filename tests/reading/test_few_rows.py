@@ -246,8 +246,6 @@ for _ in range(2):
         ("{'sampling': 'mixture_of_scanners'}", [False, False, True]),
         ("{'sampling': 'random', 'obs': ['cell_type', 'n_counts']}", [False, False, True]),
         ("{'transforms': [zl.transforms.LogNormalize(1e4)]}", 3 * [True]),
-        ("{'genes': range(3)}", 3 * [True]),
-        ("{'dtype': 'bfloat16'}", 3 * [True]),
         ("{'layout': 'csr', 'x': 'layers/dense'}", 3 * [True]),
     ],
 )

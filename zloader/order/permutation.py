@@ -27,7 +27,7 @@ from zloader.common.records import Rows
 
 _ROUNDS = 8
 _LANES = 1024  # numbers processed at once, which fit into the L1 cache
-_FEW = 1 << 20  # numbers that NumPy permutes as long as it takes to load the compiler
+_FEW = 1 << 16  # numbers; whoever permutes more of them at once may do so often, and needs the compiler
 _U64 = np.uint64
 _FIRST = np.zeros(1, np.int64)
 GOLDEN = _U64(0x9E3779B97F4A7C15)  # the increment of splitmix64

@@ -7,16 +7,21 @@ NumPy would get fresh memory, page by page.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.records import Rows
 
-if TYPE_CHECKING:
-    from zloader.reading.loops import Columns, Limits
+# The smallest and the largest value that fit, in the stored dtype, and whether the value must be a whole number, which
+# rules out fractions, NaN and infinities.
+Limits: TypeAlias = tuple[Any, Any, bool]
+# The columns that genes have in x: gene g of row i has column `tables[starts[i] + g]`. Rows may have different tables,
+# because they may come from stores with different genes.
+Columns: TypeAlias = tuple[NDArray[Any], Rows]
 
+_MANY = 1 << 16  # rows; whoever copies more of them at once may do so often, and needs the compiler
 _ROWS = 16  # scattered at once; 32 take as long, 4 and 512 half as long again
 
 
@@ -34,6 +39,8 @@ def copy_rows(
     source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None = None
 ) -> int:
     """Copies rows until one has a value beyond the limits. Returns that row, or -1 if all values fit."""
+    if len(starts) > _MANY:
+        return NotImplemented
     places = zip(starts.tolist(), lengths.tolist(), at.tolist(), strict=True)
     for row, (start, n, to) in enumerate(places):
         taken = source[start : start + n]

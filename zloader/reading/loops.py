@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,10 @@ from numpy.typing import NDArray
 from zloader.common.compiled import compiled, compiled_after, count_bits
 from zloader.common.records import Rows
 from zloader.reading import few_rows
+from zloader.reading.few_rows import Columns, Limits
 from zloader.storage.coded_rows import Views, take_genes, take_values
 
-# The smallest and the largest value that fit, in the stored dtype, and whether the value must be a whole number, which
-# rules out fractions, NaN and infinities.
-Limits: TypeAlias = tuple[Any, Any, bool]
-
-
 _BFLOAT16 = SimpleNamespace(max=(2 - 2**-7) * 2.0**127, maxexp=128, nmant=7)  # as in np.finfo
-# The columns that genes have in x: gene g of row i has column `tables[starts[i] + g]`. Rows may have different tables,
-# because they may come from stores with different genes.
-Columns: TypeAlias = tuple[NDArray[Any], Rows]
 
 
 # ---- values within limits
