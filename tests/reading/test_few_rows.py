@@ -127,10 +127,12 @@ def test_permuted_numbers_are_the_same(n, key, which, each, draw):
     np.testing.assert_array_equal(by_numpy[5], by_loop[5])
 
 
-def test_many_numbers_are_left_to_the_loop():
+def test_many_numbers_and_rows_are_left_to_the_loops():
     many = np.zeros(permutation._FEW + 1, np.int64)
     arguments = many, np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros(8, np.uint64), np.uint64(1), many
     assert permutation._permute._plain(*arguments) is NotImplemented
+    rows = np.zeros(few_rows._MANY + 1, np.int64)
+    assert few_rows.copy_rows(rows, rows, rows, rows, rows) is NotImplemented
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint64"])

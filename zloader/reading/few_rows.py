@@ -37,8 +37,11 @@ def fits(values: Any, limits: Limits | None) -> Any:
 
 def copy_rows(
     source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None = None
-) -> int:
-    """Copies rows until one has a value beyond the limits. Returns that row, or -1 if all values fit."""
+) -> Any:
+    """Copies rows until one has a value beyond the limits. Returns that row, or -1 if all values fit.
+
+    Many rows are left to the compiled loop: NotImplemented.
+    """
     if len(starts) > _MANY:
         return NotImplemented
     places = zip(starts.tolist(), lengths.tolist(), at.tolist(), strict=True)
