@@ -115,7 +115,7 @@ def test_copied_rows_are_the_same(genes, values, wanted, draw):
     draw=st.data(),
 )
 def test_permuted_numbers_are_the_same(n, key, which, each, draw):
-    sizes = np.array([draw.draw(st.integers(1, n)) if each else n for _ in which], np.int64)
+    sizes = np.array([draw.draw(st.integers(max(1, n // 8), n)) if each else n for _ in which], np.int64)
     index = np.array([draw.draw(st.integers(0, int(size) - 1)) for size in sizes], np.int64)
     if not each:
         sizes = np.array([n])
@@ -186,8 +186,8 @@ def told(minibatch):
     return [(each.dtype.str, each.shape, each.tobytes()) for each in (*arrays, minibatch.index)]
 
 for x in ("X", "layers/dense", "layers/doubled"):
-    for layout in ("dense", "csr", "packed", "scipy"):
-        for cache in (None, "cache", "cache", zl.Cache("stored", form="stored")):
+    for layout in ("dense", "csr", "packed"):
+        for cache in (None, "cache", zl.Cache("stored", form="stored")):
             dataset = zl.open_dataset(["counts.zarr", "more.zarr"], cache=cache)
             loader = zl.Loader(dataset, x=x, layout=layout, framework="numpy", seed=2, batch_size=32)
             if sys.argv[1] == "few" and cache in (None, "cache") and (x, layout) in EASY:
