@@ -165,8 +165,8 @@ zl.convert(source, cache + "/converted.zarr", progress=False, options=zl.Convert
 }
 _NEEDED = {
     "open": set(),
-    "train": {"numba", "torch"},
-    "anndata": {"anndata", "h5py", "numba", "torch"},
+    "train": {"torch"},
+    "anndata": {"anndata", "h5py", "torch"},
     "convert": {"anndata", "h5py"},
     "convert shuffled": {"anndata", "h5py", "numba"},
 }

@@ -13,6 +13,7 @@ from helpers import PATIENCE_S, counts, write_store
 _CODE = """
 import itertools, shutil
 import zloader as zl
+import zloader.dataset.matrices
 from zloader.common import compiled
 from zloader.order import permutation
 from zloader.reading import loops
@@ -23,6 +24,7 @@ def loaded():
     dispatchers = [each._dispatcher for each in functions if isinstance(each, compiled._Compiled)]
     return [sig for each in dispatchers if each is not None for sig in each.signatures]
 
+zloader.dataset.matrices.FEW = 0  # NumPy does without loops for more values than these
 for x, layout in itertools.product(["X", "layers/dense"], ["csr", "dense", "packed"]):
     counted = []
     for cache in (None, zl.Cache("cache"), zl.Cache("stored", form="stored")):

@@ -1,6 +1,7 @@
 """Compiles Python loops to machine code with numba.
 
-numba is imported when the first loop is called, because it takes half a second and much of zloader runs no loops.
+numba is imported when the first loop is called, because it takes half a second to a second, and much of zloader runs no
+loops. Nor does an epoch of few values: until numba is loaded, NumPy does the work of its loops.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ log = logging.getLogger("zloader")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_loaded = False  # whether numba is
+
 
 def compiled(function: Function) -> Function:
     """The function as machine code that runs without the GIL. Compiled on the first call and cached on disk.
@@ -24,6 +27,23 @@ def compiled(function: Function) -> Function:
     fastmath stays off: it reorders sums and so changes their last bits, and some row orders depend on those sums.
     """
     return cast(Function, _Compiled(function))
+
+
+def compiled_after(plain: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Like `compiled`, but until numba is loaded, calls go to `plain`, which does the same, bit for bit, with NumPy.
+
+    `plain` returns NotImplemented if it is so much slower for its arguments that loading numba pays.
+    """
+
+    def decorated(function: Function) -> Function:
+        return cast(Function, _Compiled(function, plain))
+
+    return decorated
+
+
+def compiler_is_loaded() -> bool:
+    """Whether zloader has loaded numba in this process."""
+    return _loaded
 
 
 def load_compiler() -> None:
@@ -41,11 +61,15 @@ class _Compiled:
 
     _dispatcher: Any = None
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], plain: Callable[..., Any] | None = None) -> None:
         functools.update_wrapper(self, function)
-        self._function = function
+        self._function, self._plain = function, plain
 
     def __call__(self, *arguments: Any) -> Any:
+        if self._plain is not None and not _loaded:
+            made = self._plain(*arguments)
+            if made is not NotImplemented:
+                return made
         return self._compiled()(*arguments)
 
     def _compiled(self) -> Any:
@@ -60,8 +84,10 @@ class _Compiled:
 
 
 def _jit(function: Callable[..., Any]) -> Any:
+    global _loaded
     import numba
 
+    _loaded = True
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # neither the directory of the module nor that of the user can be written

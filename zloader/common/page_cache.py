@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.compiled import External, compiled
+from zloader.common.compiled import External, compiled_after
 from zloader.common.records import Rows
 
 _SAMPLES = 16  # ranges checked before a prefetch
@@ -31,12 +31,24 @@ _WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", 0)
 _TELLS = hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")  # what is in memory
 
 
-@compiled
+def _runs(starts: Rows, stops: Rows) -> list[tuple[int, int]]:
+    """The first byte of each run of adjacent rows, and the byte after its last."""
+    first = np.append(True, starts[1:] != stops[:-1])[: len(starts)]  # rows of a block are adjacent
+    return list(zip(starts[first].tolist(), stops[np.append(first[1:], True)[: len(stops)]].tolist(), strict=True))
+
+
+def _prefetch_few(file: int, starts: Rows, stops: Rows) -> None:
+    for start, stop in _runs(starts, stops):
+        if stop > start:
+            os.posix_fadvise(file, start, stop - start, _WILLNEED)
+
+
+@compiled_after(_prefetch_few)
 def _prefetch(file: int, starts: NDArray[Any], stops: NDArray[Any]) -> None:
     row = 0
     while row < len(starts):
         last = row
-        while last + 1 < len(starts) and starts[last + 1] == stops[last]:  # rows of a block are adjacent
+        while last + 1 < len(starts) and starts[last + 1] == stops[last]:
             last += 1
         if stops[last] > starts[row]:
             _advise(file, starts[row], stops[last] - starts[row], _WILLNEED)
@@ -74,7 +86,22 @@ def _in_memory(file: int, offset: int) -> bool:
     return True
 
 
-@compiled
+def _read_few(file: int, starts: Rows, stops: Rows, out: NDArray[np.uint8]) -> int:
+    filled = 0
+    for start, stop in _runs(starts, stops):
+        while start < stop:
+            try:
+                n = os.preadv(file, [out[filled : filled + stop - start].data], start)
+            except OSError:
+                return filled
+            if not n:
+                return filled
+            filled += n
+            start += n
+    return filled
+
+
+@compiled_after(_read_few)
 def _read(file: int, starts: NDArray[Any], stops: NDArray[Any], out: NDArray[np.uint8]) -> int:
     """Fills `out` with the bytes of all rows; returns how many bytes were read before a read failed, if one did."""
     filled, row = 0, 0

@@ -10,7 +10,7 @@ the axis. `ChosenGenes` are always positions on the axis, whether they were chos
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TypeAlias
 
@@ -37,9 +37,10 @@ from zloader.reading.forms import Form, Transforming, computing_dtype
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.peers import PeerCache
 from zloader.reading.recipe import Recipe
-from zloader.reading.rehearsal import rehearse
+from zloader.reading.rehearsal import FEW, rehearse
 from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import ChosenGenes, Genes, GenesOf, choose_genes
+from zloader.storage.decode import decodes_in_numpy
 from zloader.storage.layout import MatrixLayout
 from zloader.transforms.transform import Columns, Transform, bound_transforms
 
@@ -262,6 +263,20 @@ class Matrices:
         if frame_of(name).endswith("raw/var") and len(layouts) > 1:
             self.axis(frame_of(name))
         return layouts
+
+    def are_few(self, names: Collection[str]) -> bool:
+        """Whether NumPy can do the work of the compiled loops of some epochs in less time than it takes to load them.
+
+        It can if there are few values, if their genes are the columns, and if they come in their usual forms.
+        """
+        of_stores = [of_store for x in names for of_store in self._of_stores(x, None)]
+        n_values = sum(layout.n_rows + layout.values.n_elements for _, layout, _ in of_stores)
+        return n_values <= FEW and all(
+            genes is None
+            and (store.mirror_directory is None or store.mirror_directory.form == "decoded")
+            and all(map(decodes_in_numpy, layout.arrays))
+            for store, layout, genes in of_stores
+        )
 
     def rehearse(self, x: str, form: Form) -> None:
         """Loads the compiled loops that make `form` of the matrix `x` with all genes, as the first store has it."""

@@ -17,14 +17,17 @@ the minibatches in random order. So a group that has no more sets than there are
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.compiled import compiled
+from zloader.common.compiled import compiled, compiled_after
 from zloader.common.records import Rows
 
 _ROUNDS = 8
 _LANES = 1024  # numbers processed at once, which fit into the L1 cache
+_FEW = 1 << 16  # numbers; whoever permutes more of them at once may do so often, and needs the compiler
 _U64 = np.uint64
 _FIRST = np.zeros(1, np.int64)
 GOLDEN = _U64(0x9E3779B97F4A7C15)  # the increment of splitmix64
@@ -64,7 +67,26 @@ def _feistel(words: NDArray[np.uint64], tweaks: NDArray[np.uint64], keys: NDArra
         words[i] = (left << half) | right
 
 
-@compiled
+def _permute_few(index: Rows, sizes: Rows, which: Rows, keys: NDArray[np.uint64], half: np.uint64, out: Rows) -> Any:
+    """The same as `_permute` with NumPy. All numbers still out of range walk on together."""
+    if len(index) > _FEW:
+        return NotImplemented
+    words, at = index.astype(_U64), np.arange(len(index))
+    tweaks = np.broadcast_to(mix(GOLDEN * which.astype(_U64)), len(words))
+    sizes = np.broadcast_to(sizes, len(words))
+    mask = (_U64(1) << half) - _U64(1)
+    while len(at):
+        left, right = words >> half, words & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (mix(right ^ tweaks ^ keys[number]) & mask)
+        words = (left << half) | right
+        out[at] = words
+        beyond = out[at] >= sizes
+        words, at, tweaks, sizes = words[beyond], at[beyond], tweaks[beyond], sizes[beyond]
+    return None
+
+
+@compiled_after(_permute_few)
 def _permute(index: Rows, sizes: Rows, which: Rows, keys: NDArray[np.uint64], half: np.uint64, out: Rows) -> None:
     """Writes the results of `permute` to `out`. Numbers still out of range walk on, next to new ones."""
     words, tweaks, targets = np.empty(_LANES, np.uint64), np.empty(_LANES, np.uint64), np.empty(_LANES, np.int64)

@@ -86,7 +86,8 @@ class FetchScheduler:
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
         """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
-        load_compiler()
+        if self._recipe.compiled:
+            load_compiler()
 
         async def produce(put: Put[MinibatchArrays]) -> None:
             await self.run(fetches, put)

@@ -23,8 +23,9 @@ from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows, X
 from zloader.reading import gather
+from zloader.reading.few_rows import Limits
 from zloader.reading.gather import HALVES, narrowed
-from zloader.reading.loops import Limits, ascend_strictly, fits, limits_of
+from zloader.reading.loops import ascend_strictly, fits, limits_of
 from zloader.selecting.genes import ChosenGenes
 from zloader.transforms.transform import RefusedValue, RowValues, Transform
 

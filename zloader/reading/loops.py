@@ -9,24 +9,18 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.compiled import compiled, count_bits
+from zloader.common.compiled import compiled, compiled_after, count_bits
 from zloader.common.records import Rows
+from zloader.reading import few_rows
+from zloader.reading.few_rows import Columns, Limits
 from zloader.storage.coded_rows import Views, take_genes, take_values
 
-# The smallest and the largest value that fit, in the stored dtype, and whether the value must be a whole number, which
-# rules out fractions, NaN and infinities.
-Limits: TypeAlias = tuple[Any, Any, bool]
-
-
 _BFLOAT16 = SimpleNamespace(max=(2 - 2**-7) * 2.0**127, maxexp=128, nmant=7)  # as in np.finfo
-# The columns that genes have in x: gene g of row i has column `tables[starts[i] + g]`. Rows may have different tables,
-# because they may come from stores with different genes.
-Columns: TypeAlias = tuple[NDArray[Any], Rows]
 
 
 # ---- values within limits
@@ -67,7 +61,7 @@ def _limits_of_float(stored: np.dtype[Any], of: Any) -> Limits | None:
     return stored.type(max(np.iinfo(stored).min, -most)), stored.type(most), False
 
 
-@compiled
+@compiled_after(few_rows.fits)
 def fits(value: Any, limits: Limits | None) -> Any:
     """Whether a value is within limits. If `limits` is None, this compiles to nothing."""
     if limits is None:
@@ -229,7 +223,7 @@ def ascend_strictly(indptr: NDArray[Any], columns: NDArray[Any]) -> bool:
 # ---- rows
 
 
-@compiled
+@compiled_after(few_rows.copy_rows)
 def copy_rows(
     source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None = None
 ) -> int:
@@ -247,7 +241,7 @@ def copy_rows(
     return -1
 
 
-@compiled
+@compiled_after(few_rows.scatter_rows)
 def scatter_rows(
     mapped: tuple[NDArray[Any], Columns | None],
     values: NDArray[Any],

@@ -95,7 +95,7 @@ class ArrayReader:
         self.mirror = mirror
         self._filler = None if mirror is None or leases is None else resources.filler(mirror, leases)
         self._resources = resources
-        self._decoder = Decoder(layout)
+        self._decoder = Decoder(layout, few=True)  # or else the epoch has loaded numba
         # If a chunk is corrupt twice, the stored object is corrupt. Unlike a busy server, that does not pass.
         self._rereads = min(1, resources.options.retries)
         known = resources.indexes.setdefault(layout.path, {})

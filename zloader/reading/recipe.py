@@ -68,7 +68,8 @@ class Recipe:
     `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `form` is that of all
     of them, but for those that have `transforms`. `tokens` makes tokens of a matrix, which may be left out of `wanted`,
     the matrices that minibatches carry. `sweeping` is
-    Plan.swept_rows if the fetches make up a whole epoch, and else 0.
+    Plan.swept_rows if the fetches make up a whole epoch, and else 0. `compiled` says that numba is loaded, if it is not
+    yet, because there are loops that need it, or because their work takes longer than that.
     """
 
     x: Mapping[str, Sequence[MatrixPart]]
@@ -79,6 +80,7 @@ class Recipe:
     columns: RowColumns = field(default_factory=RowColumns)
     cutting: Cutting = field(default_factory=Cutting)
     sweeping: int = 0
+    compiled: bool = True
 
     def is_wanted(self, name: str) -> bool:
         """Whether minibatches carry a matrix."""

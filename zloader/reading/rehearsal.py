@@ -3,25 +3,35 @@
 Loading the machine code of a loop takes 10 to 15 ms of Python, so that the four loops of a usual epoch take longer than
 an epoch of some thousand rows. When a Loader is made, nothing waits for minibatches yet, and processes that are forked
 later have the loops too. A loop that is not rehearsed here, such as that of a transform, is loaded when it is called.
+
+numba itself takes half a second to a second, which is as long as many epochs of FEW values in NumPy take more than
+compiled ones. So for those, it is loaded only if the loader goes on to EPOCHS_IN_NUMPY. Rehearsing with NumPy takes no
+time, but for a form that needs other loops, it loads numba.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from zloader.order.permutation import permute
+from zloader.order.permutation import permute, shuffled
+from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
 from zloader.reading.forms import Form
 from zloader.reading.gather import StoreRows
 from zloader.storage.decode import CHUNK, Decoder
 from zloader.storage.layout import MatrixLayout
 
+FEW = 1 << 23  # values and rows, of which NumPy gathers an epoch in some 30 ms more than a compiled loop
+EPOCHS_IN_NUMPY = 16
+IN_NUMPY = BlockShuffling, MixtureOfScanners, Streaming  # the samplings that permute at most
+
 
 def rehearse(matrix: MatrixLayout, form: Form, *, decoding: bool) -> None:
     """Loads the loops that make `form` of all genes of a matrix, and those that decode it if `decoding`."""
     permute(np.zeros(1, np.int64), 1, 0)
+    shuffled(1, 0)  # imports numpy.random
     arrays = [np.empty(0, array.dtype) for array in matrix.arrays]
     for layout, elements in zip(matrix.arrays, arrays, strict=True) if decoding else ():
-        Decoder(layout).decode_all([], np.empty(0, CHUNK), elements)
+        Decoder(layout, few=True).decode_all([], np.empty(0, CHUNK), elements)
     for elements in arrays:
         elements.flags.writeable = False  # as those of a mirror or a fetch: for others, numba has another loop
     *genes, values = arrays

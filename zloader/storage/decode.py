@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import google_crc32c
@@ -21,7 +22,7 @@ import numcodecs.blosc
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.compiled import External, compiled
+from zloader.common.compiled import External, compiled, compiled_after, compiler_is_loaded
 from zloader.common.errors import CorruptChunkError
 from zloader.common.records import Rows
 from zloader.storage import hdf5_filters
@@ -38,17 +39,19 @@ def checksum(stored: NDArray[Any]) -> int:
 
 
 class Decoder:
-    """Decodes the chunks of one array with the codecs in `layout`. Raises FormatError for unsupported codecs."""
+    """Decodes the chunks of one array with the codecs in `layout`. Raises FormatError for unsupported codecs.
 
-    def __init__(self, layout: ArrayLayout) -> None:
+    If there are `few`, they are decoded one by one until numba is loaded, which takes longer.
+    """
+
+    def __init__(self, layout: ArrayLayout, *, few: bool = False) -> None:
         self._layout = layout
         self._dtype = layout.stored_dtype or layout.dtype
         self._narrows = layout.stored_dtype is not None
         self._unsigned = np.dtype(f"u{self._dtype.itemsize}")
         self._chunk_elements = layout.chunk_elements
         self._checked, self._differences, self._decompress = _decompressor_of(layout)
-        at_once = (_copy,) if self._narrows else (_blosc, _copy)
-        self._many_at_once = self._decompress in at_once and decompresses_many()
+        self._few = few
 
     def decode_all(
         self, reads: Sequence[bytes | Bytes], chunks: NDArray[Any], out: NDArray[Any]
@@ -60,8 +63,9 @@ class Decoder:
         views = [np.frombuffer(read, np.uint8) for read in reads]
         corrupt = []
         scratch: NDArray[Any] | None = None  # as fresh memory costs page faults
-        for i in np.flatnonzero(~self._decode_at_once(views, chunks, out, self._below)).tolist():
-            read, offset, size, begin, first, stop, n_elements = (int(field) for field in chunks[i])
+        left = np.flatnonzero(~self._decode_at_once(views, chunks, out, self._below))
+        for i, fields in zip(left.tolist(), chunks[left].tolist(), strict=True):
+            read, offset, size, begin, first, stop, n_elements = fields
             needed = whole = out[begin : begin + stop - first]
             if len(needed) < (n_elements or self._chunk_elements) or self._narrows:
                 scratch = np.empty(self._chunk_elements, self._dtype) if scratch is None else scratch
@@ -83,11 +87,15 @@ class Decoder:
             return -1
         return min(self._layout.below, np.iinfo(self._dtype).max + 1 if self._dtype.kind == "i" else _MOST)
 
+    @cached_property
+    def _many_at_once(self) -> bool:
+        return self._decompress in ((_copy,) if self._narrows else (_blosc, _copy)) and decompresses_many()
+
     def _decode_at_once(
         self, views: Sequence[Bytes], chunks: NDArray[Any], out: NDArray[Any], below: int
     ) -> NDArray[np.bool_]:
         """Decodes chunks in one call and returns which are valid. The rest are decoded again singly, for errors."""
-        if not self._many_at_once:
+        if (self._few and not compiler_is_loaded()) or not self._many_at_once:
             return np.zeros(len(chunks), bool)
         addresses, elements = np.array([view.ctypes.data for view in views], np.int64), out.view(f"u{out.itemsize}")
         if self._decompress is _copy and not self._differences:
@@ -132,6 +140,11 @@ class Decoder:
         if self._differences:
             unsigned = whole.view(self._unsigned)
             accumulate(unsigned[:0], unsigned, unsigned)
+
+
+def decodes_in_numpy(layout: ArrayLayout) -> bool:
+    """Whether few chunks are decoded without compiled loops."""
+    return not layout.codecs or layout.codecs[0]["name"] != hdf5_filters.NAME
 
 
 def _is_whole_delta(coder: Any, dtype: np.dtype[Any]) -> bool:
@@ -343,7 +356,13 @@ def _decompress_part(
     return bool(_decompress(stored, target, chunk_bytes, 1) == chunk_bytes)
 
 
-@compiled
+def _accumulate(before: NDArray[Any], differences: NDArray[Any], out: NDArray[Any]) -> None:
+    np.cumsum(differences, dtype=out.dtype, out=out)
+    if len(before):
+        out += before.sum(dtype=out.dtype)
+
+
+@compiled_after(_accumulate)
 def accumulate(before: NDArray[Any], differences: NDArray[Any], out: NDArray[Any]) -> None:
     """Fills `out` with the running sums of unsigned `differences`, which may be `out`, on top of the sum of `before`.
 

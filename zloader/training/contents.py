@@ -30,6 +30,7 @@ from zloader.order.sampling import Sampling
 from zloader.reading import gather
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
+from zloader.reading.rehearsal import EPOCHS_IN_NUMPY, IN_NUMPY
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, GenesOf
 from zloader.training.chosen_framework import framework_of
@@ -206,7 +207,22 @@ class Contents:
                 "device in the training loop"
             )
         self._require_tokens_apart()
-        for name in set(self.x.names) - self._genes.keys() - self._transforming.keys():
+
+    def load_loops(self, sampling: Sampling, companions: Companions | None) -> None:
+        """Loads the compiled loops of an epoch, before there are threads, or a process is forked that shares them.
+
+        A small dataset does without, as long as nothing is asked for but its rows in an order that needs no loops.
+        """
+        usual = set(self.x.names) - self._genes.keys() - self._transforming.keys()
+        self._few = (
+            companions is None
+            and isinstance(sampling, IN_NUMPY)
+            and 0 < len(usual) == len(self.x.loaded)
+            and self.dataset.matrices.are_few(usual)
+        )
+        if not self._few:
+            load_compiler()
+        for name in usual:
             self.dataset.matrices.rehearse(name, self.form.gathered(None))
 
     def _require_tokens_apart(self) -> None:
@@ -270,6 +286,7 @@ class Contents:
             ),
             cutting=self.own.cutting(converter) if self.own or (ready and self.form.made_ahead) else Cutting(),
             sweeping=sweeping,
+            compiled=not self._few or epoch >= EPOCHS_IN_NUMPY,
         )
 
 
@@ -360,6 +377,5 @@ class WithSets:
 
 def _import_before_fork(layout: str) -> None:
     """Imports the libraries that minibatches need, so that forked DataLoader workers share them."""
-    load_compiler()
     if layout == "anndata":
         load_anndata()

@@ -184,6 +184,7 @@ class Loader(_Dataset):
             self._wanted_sampling, dataset=self.dataset, fetch_rows=fetch_rows, batch_size=self.batch_size
         )
         self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._sampling, own)
+        self._contents.load_loops(self._sampling, self._companions)
         self._progress = Progress(in_workers=self.framework == "torch")
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.compiled import compiled
+from zloader.common.compiled import compiled, load_compiler
 from zloader.common.options import MiB
 from zloader.common.records import Rows
 from zloader.conversion.sources.spill import Spill, applied_in_background, rows_per_bucket, smallest_index
@@ -119,6 +119,7 @@ class ShuffledMatrix(SourceMatrix):
         rows.write(0, positions)
         rows.write(1, lengths)
         rows.end_section(cuts)
+        load_compiler()  # for all sections together, there are many rows
         columns = zip(*(self._as_stored(window.values, window.genes) for window in self._section), strict=True)
         for column, (dtype, parts) in enumerate(zip(self._stored, columns, strict=True)):
             source = np.concatenate(parts, dtype=dtype, casting="unsafe")
