@@ -226,7 +226,7 @@ def test_a_consumer_that_stalls_bounds_memory(dataset):
     next(minibatches)
     (engine,) = engines_of(loader)
     time.sleep(0.5)
-    assert sum(len(slots) for slots in [engine._slots]) < 12  # of 75 minibatches
+    assert np.count_nonzero(engine._memory.bytes[:1000]) < 24  # slots, for 150 minibatches
 
 
 # ---- errors
@@ -349,20 +349,43 @@ def test_a_forked_process_has_engines_of_its_own(crew):
 
 
 def test_values_come_back_in_the_same_memory():
+    memory = shared_memory.range_for_slots()
+    slots = shared_memory.Slots(memory)
     half = torch.arange(6, dtype=torch.float32).bfloat16()
-    arrays = {"a": np.arange(5), "b": np.zeros((0, 3)), "f": np.asfortranarray(np.eye(3))}
+    large = slots.empty(2000, np.dtype(np.float32))
+    large[:] = np.arange(2000)
+    arrays = {"a": np.arange(5), "b": np.zeros((0, 3)), "f": np.asfortranarray(np.eye(3)), "large": large}
     value = arrays | {"names": np.array(["x", None])}
-    slots = shared_memory.Slots()
-    number, slot = slots.take(shared_memory.Packed(value | {"half": half, "sparse": torch.eye(3).to_sparse_csr()}))
-    found = shared_memory.leased(slot)
+    sent = value | {"half": half, "sparse": torch.eye(3).to_sparse_csr()}
+    packed = shared_memory.Packed(sent, slots)
+    assert packed.nbytes < large.nbytes
+    number, *place = slots.put(packed)
+    found = shared_memory.read(memory, number, *place)
     assert_same({name: found[name] for name in value}, value)
     assert torch.equal(found["half"], half)
     assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
+    assert found["large"].ctypes.data == large.ctypes.data
+    del sent, value, arrays, packed, large
+    gc.collect()
+    assert memory.bytes[:3].tolist() == [1, 1, 0]
     found["a"][:] = 7
-    assert slots.take(shared_memory.Packed(value))[0] != number  # somebody reads the first one
+    assert slots.take(place[1]) not in (0, number)  # somebody reads these
     kept = found["a"]
     del found
-    assert slots.take(shared_memory.Packed(value))[0] not in (number, number + 1)
+    gc.collect()
+    assert memory.bytes[:3].tolist() == [0, 1, 1]  # the large array is free, not the one with the small ones
     assert kept.tolist() == [7] * 5
     del kept
-    assert slots.take(shared_memory.Packed(value))[0] == number
+    assert slots.take(place[1]) == number
+
+
+def test_arrays_that_are_not_sent_leave_their_slots():
+    memory = shared_memory.range_for_slots()
+    slots = shared_memory.Slots(memory)
+    rows = slots.empty(5000, np.dtype(np.int32))[10:20]
+    assert memory.bytes[0] == 1
+    del rows
+    assert memory.bytes[0] == 0
+    assert len(slots.empty(5000, np.dtype(np.int32))) == 5000
+    slots.forget_free(0)
+    assert not memory.bytes[1]

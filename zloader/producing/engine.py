@@ -14,26 +14,35 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from zloader.common.machine import keep_freed_memory
+from zloader.common.options import FetchOptions
+from zloader.common.records import MinibatchArrays
 from zloader.order.plan import Remaining
 from zloader.producing.producer import CarriedError, Groups, Producer, carried
-from zloader.producing.shared_memory import Packed, Slots, value_of
+from zloader.producing.shared_memory import Memory, Packed, Slots, value_of
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.recipe import Cutting, Recipe
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zloader.producing.engine import main; main()"
 _HEAD = struct.Struct("<QQ")  # of a command: the length of its pickle, and how many bytes the memory with it has
 _MOST_FDS = 1
-ANSWER = struct.Struct("<qqq")
+ANSWER = struct.Struct("<qqqq")  # what was asked, and where the value lies: a slot, its first byte, and how many
 
 
-class Answer(NamedTuple):
-    """What an engine tells of making `making`: a value lies in a `slot` of so many bytes, 0 if it is known already."""
+class Uncut(NamedTuple):
+    """Minibatches as they were gathered, and the rows at which they are cut."""
 
-    making: int
-    slot: int
-    slot_bytes: int
+    arrays: MinibatchArrays
+    cuts: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.arrays.nbytes
 
 
 class Ended(NamedTuple):
@@ -84,10 +93,8 @@ class _Making:
 class Engine:
     """Carries out commands."""
 
-    def __init__(self, commands: socket.socket, answers: socket.socket) -> None:
-        self._commands, self._answers = commands, answers
-        self._slots, self._told = Slots(), set[int]()
-        self._telling = threading.Lock()
+    def __init__(self, commands: socket.socket, answers: socket.socket, slots: Slots) -> None:
+        self._commands, self._answers, self._slots = commands, answers, slots
         self._makings: dict[int, _Making] = {}
         self._producer: Producer | None = None
         self._plans: dict[int, Any] = {}
@@ -124,7 +131,7 @@ class Engine:
             recipes = value_of(fd, n_bytes)
             if recipes.options.tune_malloc:
                 keep_freed_memory()
-            self._producer = Producer(recipes, lambda plan: plan)
+            self._producer = Producer(_InSlots(recipes, self._slots), lambda plan: plan)
         except Exception as error:  # noqa: BLE001 -- raised by the training process
             self._tell(making, Ended(carried(error)))
         else:
@@ -184,37 +191,52 @@ class Engine:
 
     def _rest(self) -> None:
         """The epoch has ended."""
-        with self._telling:
-            self._slots.forget_free()
+        if self._producer is not None:
+            self._slots.forget_free(self._producer.ready_bytes)
 
     def _tell(self, making: int, value: Any) -> None:
         """Puts a value into a slot, and says so."""
         try:
-            packed = Packed(value)
-        except Exception as error:  # noqa: BLE001 -- of what the user's function has returned
-            packed = Packed(Ended(carried(error)))
-        with self._telling:
-            try:
-                number, slot = self._slots.take(packed)
-            except Exception as error:  # noqa: BLE001 -- there is no memory
-                packed = Packed(Ended(carried(error)))
-                number, slot = self._slots.take(packed)
-            known = number in self._told
-            self._told.add(number)
-            record = ANSWER.pack(making, number, 0 if known else slot.n_bytes)
-            if known:
-                self._answers.send(record)
-            else:
-                socket.send_fds(self._answers, [record], [slot.fd])
-                slot.close()
+            place = self._slots.put(Packed(value, self._slots))
+        except Exception as error:  # noqa: BLE001 -- what the user's function has returned, or there is no memory
+            place = self._slots.put(Packed(Ended(carried(error))))
+        self._answers.send(ANSWER.pack(making, *place))
+
+
+@dataclass(frozen=True)
+class _InSlots:
+    """The recipes of a loader, with x gathered straight into slots, unless a function of the user's gets it."""
+
+    recipes: Any
+    slots: Slots
+
+    @property
+    def options(self) -> FetchOptions:
+        """Memory and threads of this engine."""
+        options: FetchOptions = self.recipes.options
+        return options
+
+    def recipe(self, epoch: int) -> Recipe:
+        """How the minibatches of an epoch are made: a group is sent before it is cut."""
+        recipe: Recipe = self.recipes.recipe(epoch)
+        if recipe.cutting != Cutting():
+            return recipe
+        recipe = self.recipes.recipe(epoch, self.slots)
+        return replace(recipe, cutting=Cutting(cut=lambda together, cuts: [Uncut(together, cuts)]))
+
+    def own_parts(self, parts: Sequence[MatrixPart]) -> list[MatrixPart]:
+        """The parts of an array in all stores, with sources of their own."""
+        own: list[MatrixPart] = self.recipes.own_parts(parts)
+        return own
 
 
 def main() -> None:
     """Runs an engine between the sockets of these numbers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which ends this one
     commands, answers = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])
+    memory = Memory(int(sys.argv[4]), int(sys.argv[5]))
     try:
-        Engine(commands, answers).run()
+        Engine(commands, answers, Slots(memory)).run()
     finally:
         sys.stdout.flush()
         os._exit(0)  # threads may be reading

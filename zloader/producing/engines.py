@@ -20,24 +20,30 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zloader.common.errors import ProducerError
+from zloader.common.records import MinibatchArrays
 from zloader.order.plan import Plan, Remaining
-from zloader.producing.engine import ANSWER, START, Answer, Ended, send_command
+from zloader.producing.engine import ANSWER, START, Ended, Uncut, send_command
 from zloader.producing.producer import Recipes, received
-from zloader.producing.shared_memory import Memory, copied, is_busy, leased, release
+from zloader.producing.shared_memory import Memory, range_for_slots, read
 from zloader.producing.window import FailedError, LostError
 from zloader.reading.resources import Counters
 
 _AHEAD = 2  # groups of a fetch that are asked for before they are taken
-_MOST_LEASED = 32  # slots, each of which takes a file descriptor: a consumer that keeps more gets copies
 _OPENING = 0  # the making that answers `open`
 _MOST_FAILED_STARTS = 3  # in a row
 
 
-class EpochPlan:
-    """The plan of an epoch in shared memory, and the number of the epoch among those that these engines make."""
+Cut = Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]]
 
-    def __init__(self, number: int, plan: Plan) -> None:
-        self.number = number
+
+class EpochPlan:
+    """The plan of an epoch in shared memory, and the number of the epoch among those that these engines make.
+
+    `cut` makes the minibatches of a group of arrays.
+    """
+
+    def __init__(self, number: int, plan: Plan, cut: Cut) -> None:
+        self.number, self.cut = number, cut
         self.memory = Memory.of_value(plan)
 
 
@@ -51,16 +57,17 @@ class Member:
         self.pid = 0
         self._commands, commands = socket.socketpair()
         self._answers, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._memory = range_for_slots()
         with commands, answers:
-            fds = [commands.fileno(), answers.fileno()]
+            fds = [commands.fileno(), answers.fileno(), self._memory.fd]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, json.dumps(sys.path), *map(str, fds)],
+                [sys.executable, "-c", START, json.dumps(sys.path), *map(str, [*fds, self._memory.n_bytes])],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
             )
         self.end = weakref.finalize(self, _end, os.getpid(), self._process, self._commands, self._answers)
         self._answers.setblocking(False)
-        self._slots: dict[int, Memory] = {}
+        self._memory.close()
         self._makings: dict[int, asyncio.Queue[Any]] = {}
         self._numbers = itertools.count(_OPENING + 1)
         self._knows = -1  # the number of the plan that it has
@@ -97,7 +104,7 @@ class Member:
         """Begins what remains of a fetch."""
         number = self._asked(plan)
         self._send(("make", number, plan.number, remaining, ready_bytes))
-        return Making(self, number)
+        return Making(self, number, plan.cut)
 
     async def held(self, plan: EpochPlan, coming: Sequence[Remaining]) -> list[float]:
         """The share of each of these fetches that the mirrors hold."""
@@ -129,19 +136,18 @@ class Member:
         """Drops the answers to a making, those that have come and those that may come."""
         answers = self._makings.pop(making, None)
         while answers is not None and not answers.empty():
-            slot = answers.get_nowait()
-            if slot is not None:
-                release(slot)
+            place = answers.get_nowait()
+            if place is not None:
+                read(self._memory, *place)  # and drops it
 
     async def next(self, making: int) -> Any:
         """The next answer to a making. Raises LostError or FailedError."""
         answers = self._makings.setdefault(making, asyncio.Queue())
-        answer = await answers.get()
-        if answer is None:
+        place = await answers.get()
+        if place is None:
             answers.put_nowait(None)  # for all who ask
             raise LostError(f"engine {self.pid} has ended")
-        many = sum(map(is_busy, self._slots.values())) > _MOST_LEASED
-        value = copied(answer) if many else leased(answer)
+        value = read(self._memory, *place)
         if isinstance(value, Ended) and value.error is not None:
             raise FailedError from value.error.opened(self.where)
         return value
@@ -180,22 +186,18 @@ class Member:
         """Hands over the answers that have come."""
         while True:
             try:
-                record, fds, _, _ = socket.recv_fds(self._answers, ANSWER.size, 1)
+                record = self._answers.recv(ANSWER.size)
             except BlockingIOError:
                 return
             except OSError:
                 self._lose()
                 return
-            answer = Answer(*ANSWER.unpack(record))
-            if fds:
-                slot = self._slots[answer.slot] = Memory(fds[0], answer.slot_bytes)
-                slot.close()
-            slot = self._slots[answer.slot]
-            answers = self._makings.get(answer.making)
-            if answers is None and answer.making != _OPENING:
-                release(slot)  # of a making that was cancelled
+            making, *place = ANSWER.unpack(record)
+            answers = self._makings.get(making)
+            if answers is None and making != _OPENING:
+                read(self._memory, *place)  # of a making that was cancelled, and drops it
             else:
-                self._makings.setdefault(answer.making, asyncio.Queue()).put_nowait(slot)
+                self._makings.setdefault(making, asyncio.Queue()).put_nowait(place)
 
     def _lose(self) -> None:
         """The engine has ended. What it has told before counts."""
@@ -211,8 +213,8 @@ class Member:
 class Making:
     """A fetch that an engine makes, group by group."""
 
-    def __init__(self, member: Member, number: int) -> None:
-        self._member, self._number = member, number
+    def __init__(self, member: Member, number: int, cut: Cut) -> None:
+        self._member, self._number, self._cut = member, number, cut
         self._done = False
         for _ in range(_AHEAD):
             member.more(number)
@@ -225,6 +227,8 @@ class Making:
             return None
         self._member.more(self._number)
         items, counted = value
+        if isinstance(items[0], Uncut):
+            return self._cut(*items[0]), counted
         return [received(item, self._member.where) for item in items], counted
 
     def cancel(self) -> None:
@@ -252,9 +256,9 @@ class Engines:
         """Whether this process has made them, and not one that it was forked from."""
         return os.getpid() == self._pid
 
-    def share(self, plan: Plan) -> EpochPlan:
+    def share(self, plan: Plan, cut: Cut) -> EpochPlan:
         """Puts the plan of an epoch where engines find it."""
-        return EpochPlan(next(self._plans), plan)
+        return EpochPlan(next(self._plans), plan, cut)
 
     async def watch(self) -> None:
         """Waits: engines that die are replaced."""

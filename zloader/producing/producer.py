@@ -121,6 +121,11 @@ class Producer:
         self._epoch: tuple[int, Plan, Recipe] | None = None
         self._one_at_a_time = threading.Lock()
 
+    @property
+    def ready_bytes(self) -> int:
+        """The most bytes of its minibatches that wait."""
+        return self._recipes.options.ready_bytes
+
     def groups(self, number: int, plan: Any, remaining: Remaining, ready_bytes: int) -> Groups:
         """Begins to make what remains of a fetch, as the recipe has it.
 

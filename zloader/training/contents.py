@@ -257,9 +257,13 @@ class Contents:
                 self.rows.columns(self.dataset.whole, options, named=self.form.layout == "anndata"),
                 present=matrices.present([*map(modality_of, self.x.loaded), *self.rows.modalities(self.dataset)]),
             ),
-            cutting=self.own.cutting(converter) if self.own or (ready and self.form.made_ahead) else Cutting(),
+            cutting=self.cutting(converter, ready=ready),
             sweeping=sweeping,
         )
+
+    def cutting(self, converter: Callable[[], Convert], *, ready: bool) -> Cutting:
+        """How minibatches are made of those that were gathered as one."""
+        return self.own.cutting(converter) if self.own or (ready and self.form.made_ahead) else Cutting()
 
 
 def _import_before_fork(layout: str) -> None:

@@ -22,7 +22,7 @@ from zloader.order.neighbors import Neighbors
 from zloader.order.sampling import Sampling
 from zloader.reading import gather
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.recipe import Recipe
+from zloader.reading.recipe import Cutting, Recipe
 from zloader.selecting.columns import ObsColumn
 from zloader.training.contents import Contents
 from zloader.training.frameworks import NumPy
@@ -51,6 +51,10 @@ class LoaderRecipes:
         return self.contents.recipe(
             epoch, self.options, self.converter, seed=self.seed, lent=lent, sweeping=sweeping, ready=ready
         )
+
+    def cutting(self) -> Cutting:
+        """How minibatches of the framework are made of arrays, as far as threads that gather may make them."""
+        return self.contents.cutting(self.converter, ready=True)
 
     def converter(self) -> Convert:
         """Makes arrays of the framework, with the companions, and with the sets of the sampling, if there are any."""
