@@ -1,8 +1,9 @@
 """The process of an engine: a producer that puts minibatches into memory which it shares with the training process.
 
 Started with `python -c`, so that it imports neither the user's script nor torch. Two sockets lead to it. Commands come
-as pickles, with the descriptors of memory that holds what is large. Answers are short records; what they tell of lies
-in slots. When the training process ends, in whatever way, the commands end, and so does this process.
+as pickles, with the descriptors of memory that holds what is large. Answers, and requests for more of them, are short
+records; what answers tell of lies in slots. When the training process ends, in whatever way, the commands end, and so
+does this process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from zloader.reading.recipe import Cutting, Recipe
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zloader.producing.engine import main; main()"
 _HEAD = struct.Struct("<QQ")  # of a command: the length of its pickle, and how many bytes the memory with it has
 _MOST_FDS = 1
+MORE = struct.Struct("<q")  # asks for another group of a making
 ANSWER = struct.Struct("<qqqq")  # what was asked, and where the value lies: a slot, its first byte, and how many
+
+
+_AHEAD = 2  # groups of a fetch that are sent before they are asked for
+_MOST = 32  # minibatches of a group: to hand one over takes as long as to cut several minibatches
+_GROUPS = 4  # of minibatches that fit into the memory for those that are ready: slots fit them well
 
 
 class Uncut(NamedTuple):
@@ -66,7 +73,7 @@ class _Making:
     """A fetch that is being made, in a thread of its own, a few groups ahead of those that were asked for."""
 
     def __init__(self) -> None:
-        self.asked = threading.Semaphore(0)
+        self.asked = threading.Semaphore(_AHEAD)
         self._groups: Groups | None = None
         self._cancelled = False
         self._lock = threading.Lock()
@@ -95,12 +102,14 @@ class Engine:
 
     def __init__(self, commands: socket.socket, answers: socket.socket, slots: Slots) -> None:
         self._commands, self._answers, self._slots = commands, answers, slots
+        self._answering = threading.Lock()
         self._makings: dict[int, _Making] = {}
         self._producer: Producer | None = None
         self._plans: dict[int, Any] = {}
 
     def run(self) -> None:
         """Carries out commands until there are no more."""
+        threading.Thread(target=self._read_asked, daemon=True).start()
         while True:
             command, fd, n_bytes = self._next()
             if command is None:
@@ -110,21 +119,14 @@ class Engine:
 
     def _next(self) -> tuple[tuple[Any, ...] | None, int | None, int]:
         head, fds, _, _ = socket.recv_fds(self._commands, _HEAD.size, _MOST_FDS)
-        head += self._received(_HEAD.size - len(head)) if head else b""
+        head += _received(self._commands, _HEAD.size - len(head)) if head else b""
         if len(head) < _HEAD.size:
             return None, None, 0
         length, n_bytes = _HEAD.unpack(head)
-        message = self._received(length)
+        message = _received(self._commands, length)
         if len(message) < length:
             return None, None, 0
         return pickle.loads(message), (fds[0] if fds else None), n_bytes
-
-    def _received(self, n_bytes: int) -> bytes:
-        parts = []
-        while n_bytes and (part := self._commands.recv(n_bytes)):
-            parts.append(part)
-            n_bytes -= len(part)
-        return b"".join(parts)
 
     def _open(self, making: int, fd: int, n_bytes: int) -> None:
         try:
@@ -167,10 +169,12 @@ class Engine:
             self._makings.pop(number, None)
         self._tell(number, Ended(error))
 
-    def _more(self, number: int) -> None:
-        making = self._makings.get(number)
-        if making is not None:
-            making.asked.release()
+    def _read_asked(self) -> None:
+        """Lets makings go on, as they are asked for more groups. Not by commands, which take longer."""
+        while number := _received(self._answers, MORE.size):
+            making = self._makings.get(*MORE.unpack(number))
+            if making is not None:
+                making.asked.release()
 
     def _cancel(self, number: int) -> None:
         making = self._makings.pop(number, None)
@@ -190,9 +194,9 @@ class Engine:
         threading.Thread(target=answer, daemon=True).start()
 
     def _rest(self) -> None:
-        """The epoch has ended."""
+        """The epoch has ended. Slots for as many bytes stay as wait in an epoch, here and in the training process."""
         if self._producer is not None:
-            self._slots.forget_free(self._producer.ready_bytes)
+            self._slots.forget_free(2 * self._producer.ready_bytes)
 
     def _tell(self, making: int, value: Any) -> None:
         """Puts a value into a slot, and says so."""
@@ -200,7 +204,8 @@ class Engine:
             place = self._slots.put(Packed(value, self._slots))
         except Exception as error:  # noqa: BLE001 -- what the user's function has returned, or there is no memory
             place = self._slots.put(Packed(Ended(carried(error))))
-        self._answers.send(ANSWER.pack(making, *place))
+        with self._answering:
+            self._answers.sendall(ANSWER.pack(making, *place))
 
 
 @dataclass(frozen=True)
@@ -222,12 +227,22 @@ class _InSlots:
         if recipe.cutting != Cutting():
             return recipe
         recipe = self.recipes.recipe(epoch, self.slots)
-        return replace(recipe, cutting=Cutting(cut=lambda together, cuts: [Uncut(together, cuts)]))
+        cutting = Cutting(cut=lambda together, cuts: [Uncut(together, cuts)], most=_MOST, groups=_GROUPS)
+        return replace(recipe, cutting=cutting)
 
     def own_parts(self, parts: Sequence[MatrixPart]) -> list[MatrixPart]:
         """The parts of an array in all stores, with sources of their own."""
         own: list[MatrixPart] = self.recipes.own_parts(parts)
         return own
+
+
+def _received(pipe: socket.socket, n_bytes: int) -> bytes:
+    """So many bytes, or fewer at the end."""
+    parts = []
+    while n_bytes and (part := pipe.recv(n_bytes)):
+        parts.append(part)
+        n_bytes -= len(part)
+    return b"".join(parts)
 
 
 def main() -> None:

@@ -22,13 +22,13 @@ from typing import Any
 from zloader.common.errors import ProducerError
 from zloader.common.records import MinibatchArrays
 from zloader.order.plan import Plan, Remaining
-from zloader.producing.engine import ANSWER, START, Ended, Uncut, send_command
+from zloader.producing.engine import ANSWER, MORE, START, Ended, Uncut, send_command
 from zloader.producing.producer import Recipes, received
 from zloader.producing.shared_memory import Memory, range_for_slots, read
 from zloader.producing.window import FailedError, LostError
 from zloader.reading.resources import Counters
 
-_AHEAD = 2  # groups of a fetch that are asked for before they are taken
+_MOST_READ = 1 << 14  # bytes of answers at a time
 _OPENING = 0  # the making that answers `open`
 _MOST_FAILED_STARTS = 3  # in a row
 
@@ -56,7 +56,7 @@ class Member:
         self.lost = False
         self.pid = 0
         self._commands, commands = socket.socketpair()
-        self._answers, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._answers, answers = socket.socketpair()
         self._memory = range_for_slots()
         with commands, answers:
             fds = [commands.fileno(), answers.fileno(), self._memory.fd]
@@ -67,6 +67,7 @@ class Member:
             )
         self.end = weakref.finalize(self, _end, os.getpid(), self._process, self._commands, self._answers)
         self._answers.setblocking(False)
+        self._unread = b""  # the beginning of an answer
         self._memory.close()
         self._makings: dict[int, asyncio.Queue[Any]] = {}
         self._numbers = itertools.count(_OPENING + 1)
@@ -124,7 +125,8 @@ class Member:
 
     def more(self, making: int) -> None:
         """Asks for another group."""
-        self._send(("more", making))
+        with contextlib.suppress(OSError):  # `_read` will find that it is dead
+            self._answers.send(MORE.pack(making))
 
     def cancel(self, making: int) -> None:
         """Ends a making, whose further answers are dropped."""
@@ -186,18 +188,23 @@ class Member:
         """Hands over the answers that have come."""
         while True:
             try:
-                record = self._answers.recv(ANSWER.size)
+                records = self._answers.recv(_MOST_READ)
             except BlockingIOError:
                 return
             except OSError:
+                records = b""
+            if not records:
                 self._lose()
                 return
-            making, *place = ANSWER.unpack(record)
-            answers = self._makings.get(making)
-            if answers is None and making != _OPENING:
-                read(self._memory, *place)  # of a making that was cancelled, and drops it
-            else:
-                self._makings.setdefault(making, asyncio.Queue()).put_nowait(place)
+            records = self._unread + records
+            whole = len(records) // ANSWER.size * ANSWER.size
+            self._unread = records[whole:]
+            for making, *place in ANSWER.iter_unpack(records[:whole]):
+                answers = self._makings.get(making)
+                if answers is None and making != _OPENING:
+                    read(self._memory, *place)  # of a making that was cancelled, and drops it
+                else:
+                    self._makings.setdefault(making, asyncio.Queue()).put_nowait(place)
 
     def _lose(self) -> None:
         """The engine has ended. What it has told before counts."""
@@ -216,8 +223,6 @@ class Making:
     def __init__(self, member: Member, number: int, cut: Cut) -> None:
         self._member, self._number, self._cut = member, number, cut
         self._done = False
-        for _ in range(_AHEAD):
-            member.more(number)
 
     async def next(self) -> tuple[Sequence[Any], Counters] | None:
         """The next group; None at the end."""

@@ -41,7 +41,7 @@ class EngineEpochs:
                 size,
             )
         self._lanes = min(LANES, max(1, at_once // size))
-        self._ahead_bytes = options.ready_bytes // 2
+        self._ahead_bytes = options.ready_bytes // 3
         self._engines = Engines(recipes.of_arrays(_share(options, size)), size, start_s=_STALL_S)
         self._cutting = recipes.cutting
         self._mean = MeanBytes(n_bytes=recipes.expected_bytes(batch_size))
@@ -63,12 +63,12 @@ class EngineEpochs:
 
 
 def _share(options: FetchOptions, size: int) -> FetchOptions:
-    """The memory and threads of one engine of `size`. Half of the ready minibatches wait in the training process."""
+    """The memory and threads of one engine of `size`. A third of the ready minibatches waits here."""
     return replace(
         options,
         memory=max(MIN_MEMORY, options.memory // size),
         in_flight_bytes=options.in_flight_bytes // size,
         buffer_bytes=options.buffer_bytes // size,
-        ready_bytes=options.ready_bytes // (2 * size),
+        ready_bytes=2 * options.ready_bytes // (3 * size),
         threads=max(1, options.threads // size),
     )
