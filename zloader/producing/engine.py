@@ -8,6 +8,7 @@ does this process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -118,7 +119,10 @@ class Engine:
             getattr(self, f"_{name}")(*arguments, *([] if fd is None else [fd, n_bytes]))
 
     def _next(self) -> tuple[tuple[Any, ...] | None, int | None, int]:
-        head, fds, _, _ = socket.recv_fds(self._commands, _HEAD.size, _MOST_FDS)
+        try:
+            head, fds, _, _ = socket.recv_fds(self._commands, _HEAD.size, _MOST_FDS)
+        except ConnectionError:
+            return None, None, 0
         head += _received(self._commands, _HEAD.size - len(head)) if head else b""
         if len(head) < _HEAD.size:
             return None, None, 0
@@ -171,7 +175,7 @@ class Engine:
 
     def _read_asked(self) -> None:
         """Lets makings go on, as they are asked for more groups. Not by commands, which take longer."""
-        while number := _received(self._answers, MORE.size):
+        while len(number := _received(self._answers, MORE.size)) == MORE.size:
             making = self._makings.get(*MORE.unpack(number))
             if making is not None:
                 making.asked.release()
@@ -180,18 +184,6 @@ class Engine:
         making = self._makings.pop(number, None)
         if making is not None:
             making.cancel()
-
-    def _held(self, number: int, epoch: int, coming: list[Remaining]) -> None:
-        producer, plan = self._producer, self._plans[epoch]
-        assert producer is not None
-
-        def answer() -> None:
-            try:
-                self._tell(number, producer.held(epoch, plan, coming))
-            except CarriedError as error:
-                self._tell(number, Ended(error))
-
-        threading.Thread(target=answer, daemon=True).start()
 
     def _rest(self) -> None:
         """The epoch has ended. Slots for as many bytes stay as wait in an epoch, here and in the training process."""
@@ -204,7 +196,7 @@ class Engine:
             place = self._slots.put(Packed(value, self._slots))
         except Exception as error:  # noqa: BLE001 -- what the user's function has returned, or there is no memory
             place = self._slots.put(Packed(Ended(carried(error))))
-        with self._answering:
+        with self._answering, contextlib.suppress(ConnectionError):  # the commands end, too
             self._answers.sendall(ANSWER.pack(making, *place))
 
 
@@ -239,9 +231,10 @@ class _InSlots:
 def _received(pipe: socket.socket, n_bytes: int) -> bytes:
     """So many bytes, or fewer at the end."""
     parts = []
-    while n_bytes and (part := pipe.recv(n_bytes)):
-        parts.append(part)
-        n_bytes -= len(part)
+    with contextlib.suppress(ConnectionError):  # the other end was closed with answers that it had not read
+        while n_bytes and (part := pipe.recv(n_bytes)):
+            parts.append(part)
+            n_bytes -= len(part)
     return b"".join(parts)
 
 

@@ -239,7 +239,11 @@ class Contents:
 
         With `ready`, threads that gather also make the minibatches, if they can.
         """
-        transforms = {name: replace(each, seed=int(seed), epoch=epoch) for name, each in self._transforming.items()}
+        form = self.form.gathered(lent)
+        transforms = {
+            name: replace(each, seed=int(seed), epoch=epoch, empty=form.empty)
+            for name, each in self._transforming.items()
+        }
         x, matrices = {}, self.dataset.matrices.of_all_genes
         for name in self.x.loaded:
             genes, transforming = self._genes.get(name), transforms.get(name)
@@ -249,7 +253,7 @@ class Contents:
                 x[name], transforms[name] = matrices.parts_for(name, options, transforming)
         return Recipe(
             x=x,
-            form=self.form.gathered(lent),
+            form=form,
             transforms=transforms,
             wanted=self.x.names,
             tokens=None if self.tokenizer is None else self.tokenizer.at(seed, epoch),
