@@ -53,6 +53,7 @@ MAY_IMPORT = {
         "zloader.training.normalization",
         "zloader.training.own_transforms",
         "zloader.training.tensors",
+        "zloader.producing.shared_memory",
         "zloader.training.tokens",
         "zloader.ray.streams",
         "zloader.ray.tables",

@@ -11,11 +11,10 @@ Three sides take turns in one process per number of cores, to which it is pinned
 
 - alone: the steps with one minibatch, again and again.
 - loader: the steps, each with the next minibatch of a zl.Loader.
-- engine: the same with a sketch of another design. The Loader runs in a spawned process, which copies its arrays into
-  shared memory, and the training process wraps them. Each minibatch is valid until the next one is asked for.
+- engine: the same with `processes=1`.
 
 "x alone" is the time per step, with the wait for its minibatch, divided by that of the steps alone in the same turn.
-"CPU s" is user and system time of both processes per 100 000 rows, without that of as many steps alone. "us" is the
+"CPU s" is user and system time of all processes per 100 000 rows, without that of as many steps alone. "us" is the
 processor time of the training thread per minibatch, also without the step. Beside steps of many milliseconds both are
 lost in the noise. The case "nothing" has no steps: its rows/s are those of the loader. The last line is one JSON
 document.
@@ -27,8 +26,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
-import multiprocessing
 import os
 import statistics
 import sys
@@ -36,8 +33,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +47,6 @@ from benchmarks.harness.sides import median_and_range, rows_and_column
 
 N_GENES = 500
 N_TOKENS = 16
-GROUP = 8  # minibatches that the engine hands over at a time
-SLOTS = 4 * GROUP  # minibatches in shared memory
 SIDES = ("alone", "loader", "engine")
 SKIPPED = 8  # minibatches at the start of an epoch, which are not measured
 COLUMNS = ("cores", "step ms", "loader, x alone", "(range)", "rows/s", "CPU s", "us", "engine, x alone", "(range)")
@@ -163,71 +156,17 @@ def cases(n_genes: int) -> dict[str, Case]:
     }
 
 
-# ---- the engine
-
-
-def engine(pipe: Connection, memory: str, slot_bytes: int, store: str, mirror: str, options: dict[str, Any]) -> None:
-    """The other process: for each epoch asked for, copies minibatches into free slots, and says what lies where."""
-    die_with_parent()
-    shared = SharedMemory(memory)
-    loader = zl.Loader(zl.open_dataset(store, cache=mirror), framework="numpy", **options)
-    (column,) = loader.obs
-    while pipe.recv():
-        free, group, began = list(range(SLOTS)), list[Any](), time.process_time()
-        for minibatch in loader:
-            if not free:
-                free += pipe.recv()
-            slot, x, places = free.pop(), minibatch.x, []
-            first = slot * slot_bytes
-            for array in [
-                minibatch.obs[column],
-                *([x] if loader.layout == "dense" else [x.indptr, x.indices, x.values]),
-            ]:
-                np.frombuffer(shared.buf, array.dtype, array.size, first)[:] = array.reshape(-1)
-                places.append((array.dtype.str, array.shape, first))
-                first += -(-array.nbytes // 64) * 64
-            group.append((slot, places, x.shape))
-            if len(group) == GROUP:
-                pipe.send(group)
-                group = []
-        pipe.send(group)
-        while len(free) < SLOTS:
-            free += pipe.recv()
-        pipe.send(time.process_time() - began)
-
-
-class Engine:
-    """The training process's side of it."""
-
-    def __init__(self, store: str, mirror: str, slot_bytes: int, options: dict[str, Any]) -> None:
-        self._memory = SharedMemory(create=True, size=SLOTS * slot_bytes)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments = (theirs, self._memory.name, slot_bytes, store, mirror, options)
-        self._process = context.Process(target=engine, args=arguments, daemon=True)
-        self._process.start()
-        self.cpu_s = 0.0  # of the other process in the last epoch
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        self._pipe.send(True)
-        while not isinstance(group := self._pipe.recv(), float):
-            for _, places, shape in group:
-                labels, *x = (
-                    torch.from_numpy(np.frombuffer(self._memory.buf, dtype, math.prod(size), first).reshape(size))
-                    for dtype, size, first in places
-                )
-                yield (torch.sparse_csr_tensor(*x, size=shape, check_invariants=False) if len(x) > 1 else x[0]), labels
-            self._pipe.send([slot for slot, *_ in group])
-        self.cpu_s = group
-
-    def close(self) -> None:
-        """Ends the process. The memory stays mapped as long as tensors in it exist."""
-        self._pipe.send(False)
-        self._process.join()
-        self._memory.unlink()
-
-
 # ---- measuring
+
+
+def cpu_s() -> float:
+    """User and system time of this process and of those that it has started, to 10 ms for these."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:13])) if int(fields[1]) == os.getpid() else 0
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def steps_of(minibatches: Iterator[tuple[Any, Any]], step: Step, most: int) -> Figures:
@@ -235,7 +174,7 @@ def steps_of(minibatches: Iterator[tuple[Any, Any]], step: Step, most: int) -> F
     for x, labels in itertools.islice(minibatches, SKIPPED):
         step(x, labels)
     count = rows = 0
-    began, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
+    began, cpu, thread = time.perf_counter(), cpu_s(), time.thread_time()
     for x, labels in itertools.islice(minibatches, most):
         step(x, labels)
         count, rows = count + 1, rows + len(labels)
@@ -243,7 +182,7 @@ def steps_of(minibatches: Iterator[tuple[Any, Any]], step: Step, most: int) -> F
         "steps": count,
         "rows": rows,
         "seconds": time.perf_counter() - began,
-        "cpu_s": time.process_time() - cpu,
+        "cpu_s": cpu_s() - cpu,
         "thread_s": time.thread_time() - thread,
     }
 
@@ -262,36 +201,25 @@ def measured(store: str, mirror: str, cores: int, name: str, turns: int, seconds
     dataset = zl.open_dataset(store, cache=mirror)
     column, case = dataset.obs_columns[0], cases(dataset.n_vars)[name]
     options = {"batch_size": case.batch_size, "obs": [column], **case.options}
-    loader, step = zl.Loader(dataset, **options), case.step(len(dataset.categories(column)))
-    kept = next(iter(loader))
+    loaders = {side: zl.Loader(dataset, processes=each, **options) for side, each in (("loader", 0), ("engine", 1))}
+    step = case.step(len(dataset.categories(column)))
+    kept = next(iter(loaders["loader"]))
     pair = kept.x, kept.obs[column]
-    values = kept.x if kept.x.layout == torch.strided else kept.x.values()
-    with contextlib.closing(Engine(store, mirror, 4 * values.nbytes + (1 << 20), options)) as other:
 
-        def alone(most: int) -> Figures:
+    def figures(side: str, most: int) -> Figures:
+        if side == "alone":
             return steps_of(itertools.repeat(pair), step, most)
+        return steps_of(((minibatch.x, minibatch.obs[column]) for minibatch in loaders[side]), step, most)
 
-        def of_loader(most: int) -> Figures:
-            return steps_of(((minibatch.x, minibatch.obs[column]) for minibatch in loader), step, most)
-
-        def of_engine(most: int) -> Figures:
-            minibatches = iter(other)
-            found = steps_of(minibatches, step, most)
-            for _ in minibatches:
-                pass
-            return found | {"cpu_s": found["cpu_s"] + other.cpu_s * found["steps"] / len(loader)}
-
-        sides = {"alone": alone, "loader": of_loader, "engine": of_engine}
-        first = alone(20)
-        step_s = first["seconds"] / 20
-        in_epoch = len(loader) - SKIPPED
-        most = min(in_epoch, max(20, int(seconds / step_s)))
-        epochs = max(1, min(8, int(seconds / (most * max(step_s, 2e-6 * case.batch_size)))))
-        runs = []
-        for turn in range(turns + 1):
-            order = list(sides)[:: -1 if turn % 2 else 1]
-            found = {side: total([sides[side](most) for _ in range(epochs)]) for side in order}
-            runs += [found] if turn else []
+    step_s = figures("alone", 20)["seconds"] / 20
+    in_epoch = len(loaders["loader"]) - SKIPPED
+    most = min(in_epoch, max(20, int(seconds / step_s)))
+    epochs = max(1, min(8, int(seconds / (most * max(step_s, 2e-6 * case.batch_size)))))
+    runs = []
+    for turn in range(turns + 1):
+        order = SIDES[:: -1 if turn % 2 else 1]
+        found = {side: total([figures(side, most) for _ in range(epochs)]) for side in order}
+        runs += [found] if turn else []
     return runs
 
 

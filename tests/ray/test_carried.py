@@ -11,9 +11,9 @@ import pytest
 from test_stream import SMALL, loader_of, store  # noqa: F401 -- the fixture
 
 from zloader.common.errors import ProducerError
+from zloader.producing.producer import carried
 
 zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
-carried = pytest.importorskip("zloader.ray.producers").carried
 pytestmark = pytest.mark.any_version
 
 

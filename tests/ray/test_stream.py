@@ -124,8 +124,8 @@ def in_this_process(loader: zl.Loader) -> Any:
     """Makes an epoch by a producer in this process, whose groups go through Ray's object store."""
 
     def start(work):
-        producer = producers.Producer()
-        producer.open(producers.pickled(loader))
+        producer = producers.Actor()
+        producer.open(producers.pickled(loader.recipes()))
         plan = producers.pickled(work.plan)
 
         async def produce(put):
@@ -440,8 +440,8 @@ def test_two_ranks_train_with_gloo(two_machines, store, tmp_path):
 def test_a_producer_counts_what_its_mirror_holds(cluster, store, tmp_path):
     dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
     loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, shuffle=False)
-    producer = producers.Producer()
-    producer.open(producers.pickled(loader))
+    producer = producers.Actor()
+    producer.open(producers.pickled(loader.recipes()))
     plan = loader.plan(0)
     asked = producers.pickled(plan), list(plan.remaining())
     assert producer.held(0, *asked) == [0.0] * 8
@@ -513,12 +513,12 @@ def test_fetches_go_to_the_machine_whose_mirror_holds_them(two_machines, store, 
 @pytest.mark.any_version
 def test_groups_are_as_small_as_the_share_of_a_producer(cluster, store):
     loader = loader_of(store)
-    producer = producers.Producer()
-    producer.open(producers.pickled(loader))
+    producer = producers.Actor()
+    producer.open(producers.pickled(loader.recipes()))
     plan, (first, *_) = producers.pickled(loader.plan(0)), loader.plan(0).remaining()
     sizes = {share: [len(items) for items, _ in producer.make(0, plan, first, share)] for share in (1, 1 << 20)}
     assert sizes == {1: [1] * 4, 1 << 20: [4]}
-    producer.open(producers.pickled(loader_of(store, fetch_transform=unchanged)))
+    producer.open(producers.pickled(loader_of(store, fetch_transform=unchanged).recipes()))
     assert [len(items) for items, _ in producer.make(1, plan, first, 1)] == [4]  # as many at once as in a loader
 
 
@@ -526,18 +526,18 @@ def test_groups_are_as_small_as_the_share_of_a_producer(cluster, store):
 def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
     """Its fetches share the recipe, and with it the shard indexes, which are read once."""
     loader = loader_of(store)
-    producer = producers.Producer()
-    producer.open(producers.pickled(loader))
+    producer = producers.Actor()
+    producer.open(producers.pickled(loader.recipes()))
     plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
     made = [list(producer.make(0, plan, each, 1 << 20))[-1][1] for each in remaining * 2]
-    recipe = producer._epoch[2]
+    recipe = producer._producer._epoch[2]
     known = sum(len(indexes) for part in recipe.x["X"] for indexes in part.indexes.values())
     spans = sum(counted.gets for counted in made)
     list(loader)
     assert sum(counted.bytes_read for counted in made[8:]) < sum(counted.bytes_read for counted in made[:8])
     assert spans - loader.statistics().gets == sum(counted.gets for counted in made[8:])
     assert known == sum(array.n_shards for array in loader.dataset.store.matrix("X").arrays)
-    assert producer._opened(1, plan)[1] is not recipe
+    assert producer._producer._opened(1, plan)[1] is not recipe
 
 
 @pytest.fixture
@@ -561,10 +561,10 @@ def on_a_simulated_server(store, tmp_path, sim, monkeypatch) -> tuple[Any, zl.Lo
 @pytest.mark.any_version
 def test_fetches_share_no_source_of_a_large_column(cluster, on_a_simulated_server):
     _, loader = on_a_simulated_server
-    producer = producers.Producer()
-    producer.open(producers.pickled(loader))
-    recipe = producer._opened(0, producers.pickled(loader.plan(0)))[1]
-    fetches = [recipe.with_parts(producer._own) for _ in range(2)]
+    producer = producers.Actor()
+    producer.open(producers.pickled(loader.recipes()))
+    recipe = producer._producer._opened(0, producers.pickled(loader.plan(0)))[1]
+    fetches = [recipe.with_parts(producer._producer._recipes.own_parts) for _ in range(2)]
     assert len(recipe.columns.paged) == 5
     columns = [each.columns for each in (recipe, *fetches)]
     sources = [part.source for each in columns for column in each.paged for part in column.parts]
@@ -578,13 +578,13 @@ def test_fetches_share_no_source_of_a_large_column(cluster, on_a_simulated_serve
 def test_two_fetches_at_once_read_large_columns(cluster, on_a_simulated_server):
     """Each has its own event loop."""
     _, loader = on_a_simulated_server
-    producer = producers.Producer()
-    producer.open(producers.pickled(loader))
+    producer = producers.Actor()
+    producer.open(producers.pickled(loader.recipes()))
     plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
     together = threading.Barrier(2, timeout=PATIENCE_S)
 
     def make(each):
-        producer._opened(0, plan)
+        producer._producer._opened(0, plan)
         together.wait()
         return [item for items, _ in producer.make(0, plan, each, 1 << 20) for item in items]
 
@@ -601,8 +601,8 @@ def test_two_fetches_at_once_read_large_columns(cluster, on_a_simulated_server):
 @pytest.mark.any_version
 def test_a_retry_counts_for_its_own_fetch_only(cluster, on_a_simulated_server):
     server, loader = on_a_simulated_server
-    producer = producers.Producer()
-    producer.open(producers.pickled(loader))
+    producer = producers.Actor()
+    producer.open(producers.pickled(loader.recipes()))
     server.faults = [{"kind": "status", "match": "obsm/X_pca/c/", "count": 1}]
     plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
     counted = [[counters for _, counters in producer.make(0, plan, each, 1 << 20)][-1] for each in remaining]

@@ -170,7 +170,8 @@ MEMORY = 256 * MiB
 
 
 def _gates(*, threads=1, prefetch=2, grows=False, regroups=True):
-    return Gates(FetchOptions(memory=MEMORY, threads=threads, prefetch=prefetch), grows=grows, regroups=regroups)
+    options = FetchOptions(memory=MEMORY, threads=threads, prefetch=prefetch)
+    return Gates(options, grows=grows, regroups=regroups, most=8, groups=16)
 
 
 async def _all_that_pass(asked):

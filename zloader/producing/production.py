@@ -44,11 +44,19 @@ class Production:
     """The minibatches of an epoch, in order. `run` is the coroutine of a Bridge.
 
     `plan` is what producers take as the plan. If the fetch that comes next makes no progress for `stall_s`, or no fetch
-    does while nobody makes that one, the epoch ends with an error.
+    does while nobody makes that one, the epoch ends with an error. Each producer makes `lanes` fetches at a time.
     """
 
     def __init__(
-        self, crew: Makers, plan: Any, window: Window, mean: MeanBytes, *, by_mirror: bool, stall_s: float
+        self,
+        crew: Makers,
+        plan: Any,
+        window: Window,
+        mean: MeanBytes,
+        *,
+        by_mirror: bool,
+        stall_s: float,
+        lanes: int = LANES,
     ) -> None:
         self.counters = Counters()
         self._crew = crew
@@ -56,6 +64,7 @@ class Production:
         self._window = window
         self._mean = mean
         self._by_mirror = by_mirror
+        self._lanes = lanes
         self._stall_s = stall_s
         self._at_work: set[Maker] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -180,7 +189,7 @@ class Production:
             try:
                 async with asyncio.TaskGroup() as group:
                     watching = group.create_task(self._drop_when_dead(maker))
-                    await asyncio.wait([group.create_task(self._lane(maker)) for _ in range(LANES)])
+                    await asyncio.wait([group.create_task(self._lane(maker)) for _ in range(self._lanes)])
                     watching.cancel()
             finally:
                 self._at_work.discard(maker)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import itertools
 import threading
@@ -19,12 +18,12 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError, ProducerError
 from zloader.order.plan import Plan, Remaining
+from zloader.producing.producer import CarriedError, received
 from zloader.producing.window import LANES, FailedError, LostError
 from zloader.ray.alive import cluster_of_ray
-from zloader.ray.producers import CarriedError, Producer, pickled
+from zloader.ray.producers import Actor, pickled
 from zloader.reading.resources import Counters
 from zloader.training.loader import Loader
-from zloader.training.own_transforms import Made
 
 _LOST = (
     ray.exceptions.RayActorError,  # the actor died, or its machine cannot be reached
@@ -139,12 +138,7 @@ class RemoteMaking:
         except StopAsyncIteration:
             self._made = None
             return None
-        return [self._received(item) for item in items], counted
-
-    def _received(self, item: Any) -> Any:
-        if isinstance(item, Made) and isinstance(item.error, CarriedError):
-            return replace(item, error=item.error.opened(self._member.where))
-        return writable(item)
+        return [writable(received(item, self._member.where)) for item in items], counted
 
     def cancel(self) -> None:
         """Ends the making, if it has not ended."""
@@ -177,7 +171,7 @@ def cause_of(error: Any, member: Member) -> BaseException:
 
 @dataclass(kw_only=True)
 class Crew:
-    """Starts up to `size` producers with a copy of the loader, and keeps them from epoch to epoch. Thread-safe."""
+    """Starts up to `size` producers with the recipes of the loader, and keeps them from epoch to epoch. Thread-safe."""
 
     loader: Loader
     size: int
@@ -194,10 +188,10 @@ class Crew:
     def __post_init__(self) -> None:
         self.resources = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **self.resources}
         threads = max(1, int(self.resources["num_cpus"] or 1))
-        loader = copy.copy(self.loader)
-        loader.options = replace(loader.options, threads=min(threads, loader.options.threads))
+        recipes = self.loader.recipes()
+        options = replace(recipes.options, threads=min(threads, recipes.options.threads))
         try:
-            self._actor = ray.remote(Producer).options(
+            self._actor = ray.remote(Actor).options(
                 **self.resources,
                 max_concurrency=LANES + 2,  # `held` and `answer` do not wait for fetches
                 max_restarts=0,  # the stream starts another producer, which need not be on the same machine
@@ -206,7 +200,7 @@ class Crew:
             )
         except (TypeError, ValueError) as error:
             raise OptionError(f"resources={self.resources!r:.200}: {error}") from error
-        self._loader = ray.put(pickled(loader))
+        self._recipes = ray.put(pickled(replace(recipes, options=options)))
         self._session = _session()
         self._cluster = cluster_of_ray()
 
@@ -282,7 +276,7 @@ class Crew:
             if self._free:
                 return self._free.pop()
             actor = self._actor.remote()
-            member = Member(actor=actor, opened=actor.open.remote(self._loader), session=self._session)
+            member = Member(actor=actor, opened=actor.open.remote(self._recipes), session=self._session)
             self._members.add(member)
             return member
 

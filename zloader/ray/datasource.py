@@ -206,7 +206,7 @@ def _width(kind: pa.DataType) -> int:
 
 def _no_rows(loader: Loader) -> MinibatchArrays:
     """A minibatch of no rows, with the dtypes of all others."""
-    recipe, none = loader.recipe(0), np.empty(0, np.int64)
+    recipe, none = loader.recipes().recipe(0), np.empty(0, np.int64)
     x: dict[str, Any] = {}
     for name, parts in recipe.x.items():
         dtype, transforming = np.dtype(str(recipe.form.dtype)), recipe.transforms.get(name)
@@ -248,7 +248,7 @@ def _read(reference: Any, first: int, last: int) -> Iterator[pa.Table]:
     """The blocks of the fetches `[first, last)`."""
     loader, plan, buffers = _Opened.of(reference)
     options = replace(loader.options, threads=_task_threads(loader))
-    scheduler = FetchScheduler(loader.recipe(plan.epoch), options, buffers)
+    scheduler = FetchScheduler(loader.recipes().recipe(plan.epoch), options, buffers)
     blocks = scheduler.start(map(plan.fetch, range(first, last)), name="zloader-fetch")
     with contextlib.closing(blocks):
         for arrays in blocks:

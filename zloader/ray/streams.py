@@ -10,7 +10,7 @@ from typing import Any, Literal
 import ray
 import torch.utils.data
 
-from zloader.common.checks import one_or_more, parse_size, require_at_least, require_count, require_one_of
+from zloader.common.checks import parse_size, require_at_least, require_count, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.records import Statistics
@@ -89,7 +89,7 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
     def __init__(self, loader: Loader, crew: Crew, *, ahead_bytes: int, overtake_s: float, by_mirror: bool) -> None:
         self.loader = loader
         self._crew, self._ahead_bytes, self._overtake_s, self._by_mirror = crew, ahead_bytes, overtake_s, by_mirror
-        self._mean = MeanBytes(n_bytes=_expected_bytes(loader))
+        self._mean = MeanBytes(n_bytes=loader.recipes().expected_bytes(loader.batch_size))
         self._running: weakref.WeakSet[Production] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Minibatch]:
@@ -159,13 +159,3 @@ def _ahead_bytes(wanted: int | str | None) -> int:
             "lower it, or start Ray with a larger object_store_memory"
         )
     return ahead_bytes
-
-
-def _expected_bytes(loader: Loader) -> float:
-    """About the bytes of x in a minibatch, from the sizes of the stored arrays."""
-    per_row = 0.0
-    for name in [] if loader.x is None else one_or_more(x=loader.x):
-        for matrix in loader.dataset.matrices.layouts(name):
-            values = matrix.n_genes if loader.layout == "dense" else matrix.values.n_elements / max(1, matrix.n_rows)
-            per_row = max(per_row, values * (4 if loader.layout == "dense" else 8))
-    return per_row * loader.batch_size

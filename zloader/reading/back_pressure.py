@@ -32,9 +32,7 @@ from zloader.common.records import Rows
 # One job gathers a group of minibatches as one, and then cuts it apart. A group is large enough to make the hand-over
 # between threads and the calls per source cheap, and small enough to keep all threads busy. One minibatch may exceed
 # these bytes.
-_GROUP = 8
 _GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time
-_READY_GROUPS = 16  # that fit into `ready_bytes`: freed memory is reused by groups of all sizes, and fits them badly
 _FIRST_AHEAD = 2  # fetches: memory that is used for the first time is slow, so an epoch starts with little of it
 
 
@@ -116,21 +114,22 @@ class Gates:
 
     If minibatches `grow`, they may take more bytes than their x. The most that any group has grown is then expected of
     the next ones; while it is not known, one group is made at a time. If they `regroup`, groups become smaller by it.
+    A group has at `most` so many minibatches, and at least so many `groups` fit into `ready_bytes`.
     """
 
-    def __init__(self, options: FetchOptions, *, grows: bool, regroups: bool) -> None:
+    def __init__(self, options: FetchOptions, *, grows: bool, regroups: bool, most: int, groups: int) -> None:
         self.room = ByteBudget(options.buffer_bytes)
         # A quarter for minibatches that are ready, and the rest for those being gathered: if they are large, only a few
         # threads can gather at once.
         self.ready_bytes = options.ready_bytes // 4
         self._making = ByteBudget(options.ready_bytes - self.ready_bytes)
         self._most_making_bytes = options.ready_bytes
-        self._group_bytes = min(_GROUP_BYTES, options.ready_bytes // _READY_GROUPS)
+        self._group_bytes = min(_GROUP_BYTES, options.ready_bytes // groups)
         self._jobs = asyncio.Semaphore(options.threads + 1)
         self._ahead = asyncio.Semaphore(_FIRST_AHEAD)
         self._more_ahead = options.prefetch + 1 - _FIRST_AHEAD
         self._waits = Waits(options.threads)
-        self._grows, self._regroups = grows, regroups
+        self._grows, self._regroups, self._most = grows, regroups, most
         self._growth = math.inf if grows else 1.0  # bytes put per byte of x
 
     async def fetch_begins(self) -> None:
@@ -155,7 +154,7 @@ class Gates:
         average = max(1, x_bytes(cuts) // max(1, n_minibatches))
         while begin < n_minibatches:
             n_bytes = average * (self._growth if self._regroups else 1)
-            size = max(1, min(_GROUP, int(self._group_bytes // n_bytes)))
+            size = max(1, min(self._most, int(self._group_bytes // n_bytes)))
             yield cuts[begin : begin + size + 1]
             begin += size
 

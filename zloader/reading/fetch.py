@@ -77,7 +77,14 @@ class FetchScheduler:
         self._buffers = buffers
         self._recipe = recipe
         self._options = options
-        self._gates = Gates(options, grows=recipe.cutting.grows, regroups=recipe.cutting.regroups)
+        cutting = recipe.cutting
+        self._gates = Gates(
+            options,
+            grows=cutting.grows,
+            regroups=cutting.regroups,
+            most=cutting.most,
+            groups=cutting.groups,
+        )
         self._columns: Mapping[str, ObsColumn | PagedColumn] = {}
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens

@@ -78,7 +78,7 @@ class Form:
         dtype, genes = self.value_dtype(stored), self.gene_dtype(n_genes)
         sparse = any(part.genes is not None for part in parts)
         if self.dense and not (self.narrow and sparse):
-            return gather.dense_rows(parts, n_rows, n_genes=n_genes, dtype=dtype)
+            return gather.dense_rows(parts, n_rows, n_genes=n_genes, dtype=dtype, empty=self.empty)
         x = gather.csr_rows(parts, n_rows, n_genes=n_genes, dtype=dtype, genes=genes, empty=self.empty)
         if not self.dense or ascend_strictly(x.indptr, x.indices):
             return x
@@ -175,7 +175,8 @@ class Transforming:
     """How x of one matrix is made of gathered rows. `transforms` are bound to the columns of x.
 
     `genes` are the columns to choose among all genes, if the rows are gathered with all of them. `by_totals` says that
-    they are gathered with the chosen genes, and that the totals of whole rows are known.
+    they are gathered with the chosen genes, and that the totals of whole rows are known. `empty` makes x, as far as
+    that saves a copy.
     """
 
     transforms: Sequence[Transform]
@@ -185,6 +186,7 @@ class Transforming:
     dtype: str
     genes: ChosenGenes | None = None
     by_totals: bool = False
+    empty: gather.Empty = np.empty
 
     @property
     def needs_only_totals(self) -> bool:
@@ -209,7 +211,8 @@ class Transforming:
     @property
     def gathering(self) -> Form:
         """The form in which to gather rows."""
-        return Form(dense=self.gathers_dense, dtype=self.gathering_dtype)
+        empty = self.empty if self.genes is None else np.empty
+        return Form(dense=self.gathers_dense, dtype=self.gathering_dtype, empty=empty)
 
     def more_bytes(self, n_rows: int, gathered_bytes: int) -> int:
         """Bytes that making x takes beside the gathered rows, at most."""

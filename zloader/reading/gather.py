@@ -197,22 +197,26 @@ def csr_rows(
 def aligned(make: Callable[..., NDArray[Any]], shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """An array that `np.empty` or `np.zeros` makes, from a multiple of 64 bytes on, as JAX needs it to share it."""
     n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = make(n_bytes + _ALIGNED, np.uint8)
+    memory = make(n_bytes + _ALIGNED, np.dtype(np.uint8))
     first = -memory.ctypes.data % _ALIGNED
     out: NDArray[Any] = memory[first : first + n_bytes].view(dtype).reshape(shape)
     return out
 
 
-def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> NDArray[Any]:
+def dense_rows(
+    parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str, empty: Empty = np.empty
+) -> NDArray[Any]:
     """A dense minibatch (`n_rows` x genes). If a gene occurs twice in a CSR row, its values are summed.
 
-    Rows that no part holds are zeros.
+    Rows that no part holds are zeros. `empty` makes its memory.
     Raises UnfitValue.
     """
     parts = [widened(part) for part in parts]
     gathering = gathering_dtype(dtype, [part.values.dtype for part in parts])
     filled = all(part.genes is None for part in parts) and sum(len(part.lengths) for part in parts) == n_rows
-    out = aligned(np.empty if filled else np.zeros, (n_rows, n_genes), gathering)
+    out = aligned(np.empty if dtype in HALVES else empty, (n_rows, n_genes), gathering)
+    if not filled:
+        out.fill(0)
     for part in parts:
         to, limits = np.arange(n_rows)[part.at], limits_of(part.values.dtype, dtype)
         if part.coded is not None:

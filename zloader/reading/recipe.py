@@ -53,12 +53,15 @@ class Cutting:
 
     `cut` makes them, given the rows at which it is cut, from 0 to its last. `grows` says that they may take more memory
     than what was gathered, and `regroups` that the number of minibatches gathered as one may then change, which `cut`
-    must not notice.
+    must not notice. At `most` so many minibatches are gathered as one, and at least so many `groups` of them fit into
+    `ready_bytes`: malloc gives freed memory to groups of all sizes, and fits them badly.
     """
 
     cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
     grows: bool = False
     regroups: bool = True
+    most: int = 8
+    groups: int = 16
 
 
 @dataclass(frozen=True, kw_only=True)

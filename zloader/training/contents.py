@@ -1,18 +1,16 @@
 """What minibatches hold: the options of a Loader that say so, checked, and the recipe that they make.
 
 The options come in three parts, each of which checks itself: the form of x, the matrices, and the columns of rows.
-`Contents` checks them against a dataset and against each other. `WithSets` adds sets, controls and neighbours.
+`Contents` checks them against a dataset and against each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zloader.common.checks import names_of, one_or_more, require_flag, require_one_of
 from zloader.common.compiled import load_compiler
@@ -22,21 +20,16 @@ from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.modalities import modality_of
-from zloader.order.cell_sets import BoundCellSets
 from zloader.order.companions import Companions
-from zloader.order.controls import MatchedControls
-from zloader.order.neighbors import Neighbors
 from zloader.order.sampling import Sampling
-from zloader.reading import gather
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.reading.rehearsal import EPOCHS_IN_NUMPY, IN_NUMPY
-from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, GenesOf
 from zloader.training.chosen_framework import framework_of
 from zloader.training.frameworks import Framework
 from zloader.training.minibatch import Making, Minibatch, usable_dtype
-from zloader.training.own_transforms import Convert, Made, OwnTransforms, one_of
+from zloader.training.own_transforms import Convert, Made, OwnTransforms
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.transform import Transforms, transforms_of
 
@@ -54,6 +47,7 @@ class XForm:
     layout: str
     dtype: str | None
     device: Any
+    delivered: bool = False  # whether a thread sends minibatches to the device ahead, where x takes its layout
 
     @classmethod
     def of(cls, framework: str, layout: str, dtype: Any, device: Any) -> XForm:
@@ -62,12 +56,9 @@ class XForm:
         made = framework_of(framework)
         name = usable_dtype(dtype, layout)
         made.require_dtype(name)
-        return cls(framework=made, layout=layout, dtype=name, device=made.usable_device(device, layout))
-
-    @property
-    def delivered(self) -> bool:
-        """Whether a thread sends minibatches to the device ahead. x takes its layout there."""
-        return self.device is not None and self.framework.name == "torch"
+        usable = made.usable_device(device, layout)
+        delivered = usable is not None and made.name == "torch"
+        return cls(framework=made, layout=layout, dtype=name, device=usable, delivered=delivered)
 
     def lent(self) -> LentMemory | None:
         """The memory of the device in which an epoch is gathered, if minibatches are sent ahead."""
@@ -266,7 +257,11 @@ class Contents:
 
         With `ready`, threads that gather also make the minibatches, if they can.
         """
-        transforms = {name: replace(each, seed=int(seed), epoch=epoch) for name, each in self._transforming.items()}
+        form = self.form.gathered(lent)
+        transforms = {
+            name: replace(each, seed=int(seed), epoch=epoch, empty=form.empty)
+            for name, each in self._transforming.items()
+        }
         x, matrices = {}, self.dataset.matrices.of_all_genes
         for name in self.x.loaded:
             genes, transforming = self._genes.get(name), transforms.get(name)
@@ -276,7 +271,7 @@ class Contents:
                 x[name], transforms[name] = matrices.parts_for(name, options, transforming)
         return Recipe(
             x=x,
-            form=self.form.gathered(lent),
+            form=form,
             transforms=transforms,
             wanted=self.x.names,
             tokens=None if self.tokenizer is None else self.tokenizer.at(seed, epoch),
@@ -284,95 +279,14 @@ class Contents:
                 self.rows.columns(self.dataset.whole, options, named=self.form.layout == "anndata"),
                 present=matrices.present([*map(modality_of, self.x.loaded), *self.rows.modalities(self.dataset)]),
             ),
-            cutting=self.own.cutting(converter) if self.own or (ready and self.form.made_ahead) else Cutting(),
+            cutting=self.cutting(converter, ready=ready),
             sweeping=sweeping,
             compiled=not self._few or epoch >= EPOCHS_IN_NUMPY,
         )
 
-
-def bound_companions(
-    controls: MatchedControls | None,
-    neighbors: Neighbors | None,
-    dataset: Dataset,
-    sampling: Sampling,
-    own: OwnTransforms,
-) -> Companions | None:
-    """The controls and neighbours of a Loader. Raises OptionError if it cannot have them."""
-    given = controls is not None or neighbors is not None
-    if own.fetch is not None and (given or isinstance(sampling, BoundCellSets)):
-        raise OptionError(
-            "fetch_transform gets the rows of several minibatches without their sets, controls and neighbours: use "
-            "batch_transform"
-        )
-    if not isinstance(controls, MatchedControls | None):
-        raise OptionError(f"controls must be a zl.MatchedControls, not {controls!r:.100}")
-    if not isinstance(neighbors, Neighbors | None):
-        raise OptionError(f"neighbors must be a zl.Neighbors, not {neighbors!r:.100}")
-    if not given:
-        return None
-    return Companions(
-        controls=None if controls is None else controls.bound(dataset, sampling),
-        neighbors=None if neighbors is None else neighbors.bound(dataset, sampling),
-    )
-
-
-def with_sets(contents: Contents, sampling: Sampling, companions: Companions | None) -> Convert:
-    """Makes the minibatches of `contents`, with the companions, and with the sets of the sampling, if there are any."""
-    group = list(sampling.options.group) if isinstance(sampling, BoundCellSets) else []
-    convert = contents.converter()
-    if not group and companions is None:
-        return convert
-    array = contents.form.framework.array
-    return WithSets(convert=convert, array=array, dataset=contents.dataset, companions=companions, group=group)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithSets:
-    """Makes minibatches of arrays, whose rows are followed by their companions.
-
-    `convert` makes minibatches without companions and sets, and `array` an array of its framework. Sets agree in the
-    obs columns `group` of `dataset`.
-    """
-
-    convert: Convert
-    array: Callable[[NDArray[Any]], Any]
-    dataset: Dataset
-    companions: Companions | None
-    group: Sequence[str]
-
-    @cached_property
-    def _columns(self) -> dict[str, ObsColumn]:
-        return {name: self.dataset.whole.obs_column(name) for name in self.group}
-
-    def __call__(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
-        return list(map(self._minibatch, gather.cut_apart(arrays, cuts)))
-
-    def _minibatch(self, arrays: MinibatchArrays) -> Minibatch:
-        more: dict[str, Any] = {}
-        if self.companions is not None:
-            arrays, more = self._with(self.companions, arrays)
-        minibatch = replace(one_of(self.convert, arrays), **more)
-        if not self.group:
-            return minibatch
-        assert arrays.sets is not None
-        sets = arrays.sets - arrays.sets[0]
-        first = arrays.index[np.flatnonzero(np.diff(sets, prepend=-1))]
-        group = {name: column.labels_of(first) for name, column in self._columns.items()}
-        return replace(minibatch, set_of_row=self.array(sets), group=group)
-
-    def _with(self, companions: Companions, arrays: MinibatchArrays) -> tuple[MinibatchArrays, dict[str, Any]]:
-        """The rows without their companions, and the fields that these become."""
-        n_rows = len(arrays.index) // (1 + companions.per_row)
-        more: dict[str, Any] = {}
-        first = n_rows
-        if companions.controls is not None:
-            first += n_rows * companions.controls.n
-            more["control"] = one_of(self.convert, gather.cut(arrays, n_rows, first))
-        if companions.neighbors is not None:
-            more["neighbors"] = one_of(self.convert, gather.cut(arrays, first, len(arrays.index)))
-            weights = companions.neighbors.weights_of(arrays.index[:n_rows])
-            more["neighbor_weights"] = self.array(weights)
-        return gather.cut(arrays, 0, n_rows), more
+    def cutting(self, converter: Callable[[], Convert], *, ready: bool) -> Cutting:
+        """How minibatches are made of those that were gathered as one."""
+        return self.own.cutting(converter) if self.own or (ready and self.form.made_ahead) else Cutting()
 
 
 def _import_before_fork(layout: str) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from zloader.common.checks import require_count
+from zloader.common.checks import require_count, require_whole
 from zloader.common.deferred import pd
-from zloader.common.errors import OptionError
+from zloader.common.errors import OptionError, ProducerError
 from zloader.common.loaded import worker_info
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
@@ -29,13 +29,14 @@ from zloader.order.sampling import Sampling, fitted
 from zloader.order.shuffling import sampling_of
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
-from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.selecting.genes import GenesOf
-from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_companions, with_sets
+from zloader.training.contents import Contents, RowParts, XForm, XParts
+from zloader.training.engine_epochs import EngineEpochs
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
 from zloader.training.minibatch import Minibatch
-from zloader.training.own_transforms import Convert, OwnTransforms, one_of
+from zloader.training.own_transforms import OwnTransforms, one_of
+from zloader.training.recipes import LoaderRecipes, bound_companions
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
 
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     import jax
     import torch.utils.data
 
-    from zloader.training.delivery import LentMemory
     from zloader.training.devices import Device
     from zloader.training.packed import Dtype
 
@@ -129,6 +129,9 @@ class Loader(_Dataset):
             change while the parts stay. Default: the number of machines.
         redeal: the share of the parts that is dealt anew in each epoch, from 0 to 1, for `locality="machine"`. It mixes
             more from epoch to epoch, and about this share of the rows is read from the store again.
+        processes: how many processes of their own read, decode, gather and transform, so that the training process only
+            takes what is finished. Minibatches and their order are the same, bit for bit. Default: 0, which is best
+            unless there are many cores, or a training step is many small operations.
         options: memory, threads, retries and deadlines of reads (see FetchOptions).
 
     Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError,
@@ -165,6 +168,7 @@ class Loader(_Dataset):
     local_world_size: int | None = None
     parts: int | None = None
     redeal: float = 0.0
+    processes: int = 0
     options: FetchOptions = field(default_factory=FetchOptions)
 
     def __post_init__(self) -> None:
@@ -172,6 +176,7 @@ class Loader(_Dataset):
         if not isinstance(self.options, FetchOptions):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
+        require_whole(0, processes=self.processes)
         own = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
         form = XForm.of(self.framework, self.layout, self.dtype, self.device)
         rows = RowParts(obs=self.obs, obsm=self.obsm, obs_names=self.obs_names)
@@ -188,6 +193,7 @@ class Loader(_Dataset):
         self._progress = Progress(in_workers=self.framework == "torch")
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch
+        self._engines: EngineEpochs | None = None  # so are these
         self.plan(0)
         form.framework.require_even(self.device, self.batch_size, full=self.drop_last or self.remainder == "pad")
         form.framework.adopt(type(self))
@@ -248,7 +254,7 @@ class Loader(_Dataset):
         return placement_of(*given, framework=self.framework)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pickled_placement": self._placement()}
+        return self.__dict__ | {"_pickled_placement": self._placement(), "_engines": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -341,7 +347,7 @@ class Loader(_Dataset):
 
     def _run(self, position: Position, worker: Any, uncount: Callable[[], None], start: StartWork) -> RunningEpoch:
         """Wires plan -> fetch -> minibatch -> arrays of the framework."""
-        form = self._contents.form
+        form, recipes = self._contents.form, self.recipes()
         lent = form.lent()
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         whole = self.plan(position.epoch)
@@ -362,7 +368,7 @@ class Loader(_Dataset):
         work = EpochWork(
             plan=plan,
             remaining=plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip),
-            recipe=functools.partial(self.recipe, plan.epoch, lent, sweeping=sweeping),
+            recipe=functools.partial(recipes.recipe, plan.epoch, lent, sweeping=sweeping),
         )
         form.framework.prepare()
         if self.options.tune_malloc:
@@ -371,7 +377,7 @@ class Loader(_Dataset):
         message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
         bridge, record.counters = start(work)
-        convert = functools.partial(one_of, self._converter())
+        convert = functools.partial(one_of, recipes.converter())
         if lent is None:
             return RunningEpoch(bridge=bridge, record=record, convert=form.finishing(convert), uncount=uncount)
         from zloader.training.delivery import Delivered, Delivery, deliver
@@ -381,19 +387,37 @@ class Loader(_Dataset):
         return RunningEpoch(bridge=delivered, record=record, convert=Delivered.taken, uncount=uncount)
 
     def _start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
-        """Begins to make minibatches in this process."""
+        """Begins to make minibatches, in this process or in engines."""
+        engines = self._engines_here() if self.processes and worker_info() is None else None
+        if engines is not None:
+            return engines.start(work)
         scheduler = FetchScheduler(work.recipe(ready=True), self.options, self._buffers)
         return scheduler.start(map(work.plan.rest_of, work.remaining), name="zloader-fetch"), scheduler.counters
 
-    def _converter(self) -> Convert:
-        """Makes arrays of the framework, with sets and companions."""
-        return with_sets(self._contents, self._sampling, self._companions)
+    def _engines_here(self) -> EngineEpochs | None:
+        """The engines of this process; None if they cannot get a function of the user's."""
+        if self._engines is None or not self._engines.here:
+            try:
+                self._engines = EngineEpochs(
+                    self.recipes(),
+                    self.processes,
+                    batch_size=self.batch_size,
+                    fetch_rows=self.batch_size * self.fetch_factor,
+                )
+            except ProducerError:
+                raise
+            except Exception as error:  # noqa: BLE001 -- pickling runs code of the user's
+                message = "processes=%d has no effect, because other processes cannot get all that they need: %r"
+                log.warning(message, self.processes, error)
+                self.processes = 0
+        return self._engines if self.processes else None
 
-    def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0, ready: bool = False) -> Recipe:
-        """How to make minibatches of an epoch, in this process or in another that has a copy of this loader.
-
-        With `ready` they are made of arrays of the framework, if threads that gather can make these.
-        """
-        return self._contents.recipe(
-            epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping, ready=ready
+    def recipes(self) -> LoaderRecipes:
+        """How this loader makes minibatches, in this process or in another that has a copy."""
+        return LoaderRecipes(
+            contents=self._contents,
+            options=self.options,
+            seed=self.seed,
+            sampling=self._sampling,
+            companions=self._companions,
         )
