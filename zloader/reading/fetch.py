@@ -73,6 +73,8 @@ class FetchScheduler:
     """Makes the minibatches of some fetches, in order. `start` runs it on its own thread."""
 
     def __init__(self, recipe: Recipe, options: FetchOptions, buffers: BufferPool) -> None:
+        if recipe.compiled:
+            load_compiler()
         self.counters = Counters()
         self._buffers = buffers
         self._recipe = recipe
@@ -93,8 +95,6 @@ class FetchScheduler:
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
         """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
-        if self._recipe.compiled:
-            load_compiler()
 
         async def produce(put: Put[MinibatchArrays]) -> None:
             await self.run(fetches, put)
