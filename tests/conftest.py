@@ -26,6 +26,7 @@ from forked import Interpreter
 from helpers import NEVER_S, PATIENCE_S
 
 from benchmarks.harness.s3 import Sim
+from zloader.common.compiled import load_compiler
 from zloader.testing import SeaweedFS
 
 # The machine may be slow or shared, so examples have no deadline. CI runs the same examples every time.
@@ -39,14 +40,16 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_configure() -> None:
-    """Lets one pytest-xdist worker at a time compile loops with numba. The others then find them in its cache.
+    """Loads numba, so that tests use compiled loops, whichever ran before them; NumPy's are for test_few_rows.py.
 
-    Otherwise, in a fresh clone, all workers compile the same loops at the same time.
+    One pytest-xdist worker at a time compiles loops. The others then find them in its cache. Otherwise, in a fresh
+    clone, all workers compile the same loops at the same time.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         from numba.core.dispatcher import Dispatcher
 
         Dispatcher.compile = _InTurn(Path(__file__))(Dispatcher.compile)
+    load_compiler()
 
 
 class _InTurn(contextlib.ContextDecorator):

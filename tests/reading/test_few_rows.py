@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from helpers import PATIENCE_S, counts, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zloader as zl
 from zloader.common import page_cache
 from zloader.order import permutation
 from zloader.reading import few_rows, loops, rehearsal
+from zloader.reading.fetch import FetchScheduler
 from zloader.reading.loops import limits_of
+from zloader.reading.resources import BufferPool
 from zloader.storage import decode
 
 # Stored dtypes of genes and values, the wanted dtype, and whether genes have other columns. Not all cases are tested,
@@ -262,3 +266,14 @@ def test_numba_is_loaded_for_many_values(stores, monkeypatch):
     printed, _ = told(stores, code, "{}")
     assert printed.split() == 3 * ["True"]
     assert rehearsal.FEW > 10**6
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_whoever_makes_fetches_loads_the_compiler(stores, monkeypatch, compiled):
+    """So do the producers of Ray and the engines, which do not begin epochs as a Loader does."""
+    loads = []
+    monkeypatch.setattr("zloader.reading.fetch.load_compiler", lambda: loads.append(True))
+    loader = zl.Loader(zl.open_dataset(stores / "counts.zarr"), batch_size=16)
+    recipe = replace(loader.recipes().recipe(0), compiled=compiled)
+    FetchScheduler(recipe, zl.FetchOptions(), BufferPool())
+    assert loads == [True] * compiled
