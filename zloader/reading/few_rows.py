@@ -64,8 +64,8 @@ def scatter_rows(
 ) -> int:
     """Adds rows to zeros until one has a value beyond the limits. Returns that row, or -1 if all values fit."""
     genes, columns_of = mapped
-    flat = out.view()
-    flat.shape = (out.size,)  # raises an error if that needs a copy
+    assert out.flags.c_contiguous  # or else this is a copy
+    flat = out.reshape(-1)
     for first in range(0, len(lengths), _ROWS):
         few = slice(first, first + _ROWS)
         n = lengths[few]
