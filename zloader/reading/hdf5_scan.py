@@ -158,7 +158,8 @@ def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most
     if node.dtype.names:
         if math.prod(shape) * len(node.dtype.names) > _MOST_RECORDS:
             raise Refused(f"it holds more than {_MOST_RECORDS} fields of records")
-        dtype = _records(node).dtype
+        # The lengths of text are known once it has been read. Of numbers, nothing has to be.
+        dtype = _records(node[()] if node.dtype.hasobject else np.empty(0, node.dtype), node.dtype).dtype
         fields = [(name, dtype[name].str) for name in dtype.names or ()]
         return {"shape": shape, "records": True, "dtype": fields, "chunks": shape, "inline": None}
     if node.dtype.hasobject or node.dtype.kind not in "biufcSUV":
@@ -251,15 +252,15 @@ def _strings(node: h5py.Dataset, start: int, n_rows: int) -> bytes:
     return bytes(numcodecs.VLenUTF8().encode(values))
 
 
-def _records(node: h5py.Dataset) -> NDArray[Any]:
-    """An array of records, such as uns has of scanpy, with text of a fixed length, as anndata stores it in Zarr.
+def _records(found: NDArray[Any], stored: np.dtype[Any]) -> NDArray[Any]:
+    """Records that h5py has read, such as uns has of scanpy, with text of a fixed length, as anndata stores it in Zarr.
 
-    Raises Refused for records of anything but text and numbers.
+    `stored` is the dtype that h5py gives their array. Raises Refused for records of anything but text and numbers.
     """
-    found, columns = node[()], {}
-    for name in found.dtype.names:
+    columns = {}
+    for name in stored.names or ():
         column = columns[name] = np.asarray(found[name])
-        if h5py.check_string_dtype(node.dtype[name]) is not None and column.dtype.hasobject:
+        if h5py.check_string_dtype(stored[name]) is not None and column.dtype.hasobject:
             try:
                 text = [each.decode() for each in column.reshape(-1)]
             except UnicodeDecodeError as error:
@@ -268,7 +269,7 @@ def _records(node: h5py.Dataset) -> NDArray[Any]:
                 raise Refused(f"the text in {name!r} is too long")
             columns[name] = np.array(text, str).reshape(column.shape)
         elif column.dtype.kind not in "biufcSU" or column.shape != found.shape:
-            raise Refused(f"it holds {node.dtype}")
+            raise Refused(f"it holds {stored}")
     records = np.empty(found.shape, [(name, column.dtype.newbyteorder("<")) for name, column in columns.items()])
     for name, column in columns.items():
         records[name] = column
@@ -298,7 +299,7 @@ class Hdf5File:
     def records(self, path: str) -> bytes:
         """An array of records, in the dtype that the index says."""
         with self._opened() as file:
-            return _records(file[path]).tobytes()
+            return _records(file[path][()], file[path].dtype).tobytes()
 
     def _opened(self) -> h5py.File:
         if isinstance(self._file, str):
