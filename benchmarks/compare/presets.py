@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+QUOTED = ("cold_warm_local", "cold_warm_cloud", "in_place", "random", "minibatch", "first")  # in the README
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -79,7 +81,7 @@ FULL = Preset(
     rows=50_000,
     genes=62_710,
     turns=3,
-    other_turns={"conversion": 1, "memory": 1},
+    other_turns={"memory": 1, **dict.fromkeys(QUOTED, 5)},
     peer_s=45,
     most_s=3,
     check_s=10,

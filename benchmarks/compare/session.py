@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -184,11 +185,12 @@ class Session:
         return rivals.environment(name, **given)
 
     def taking_part(self, scenario: str, turn: int, data: str = "synthetic") -> list[Contender]:
-        """The contenders of a turn of a scenario: every other turn in reverse order."""
+        """The contenders of a turn of a scenario, in an order that is random and the same in every run."""
         found = [each for each in self.contenders if scenario in each.side.scenarios]
         if self.preset.main_sides or data not in ("synthetic", "screen"):
             found = [each for at, each in enumerate(found) if each.tool not in [one.tool for one in found[:at]]]
-        return found[:: 1 if turn % 2 else -1]
+        random.Random(f"{scenario} {data} {turn}").shuffle(found)
+        return found
 
     # ---- stores
 

@@ -47,6 +47,13 @@ PEER = Peer(
             order=_CHUNKS,
             reads=("zarr",),
         ),
+        "annbatch, not shuffled when written": Side(
+            how=f"{_HOW} Here the store keeps the order of the file (shuffle=False).",
+            format="annbatch's collection: AnnData Zarr v3, rows in the order of the file",
+            store="annbatch-zarrs",
+            scenarios=("cold_warm_local", "conversion"),
+            order="blocks of 64 cells",
+        ),
         "annbatch, chunks of 512, memory kept": Side(
             how=f"{_HOW} Chunks of 512 rows, 32 at a time, and glibc is told to keep freed memory, which its "
             "documentation does not ask for.",

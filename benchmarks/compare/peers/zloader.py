@@ -69,6 +69,21 @@ PEER = Peer(
             options={"layout": "packed"},
             scenarios=("cold_warm_local", "minibatch"),
         ),
+        "zloader, default strata": Side(
+            how=_MIRRORED.replace("without", "with"),
+            format=_FORMAT,
+            store="zloader",
+            mirrored=True,
+            options={"n_strata": 64},
+            scenarios=("cold_warm_local",),
+            order="blocks of 64 cells, in 64 strata",
+        ),
+        "zloader, shuffled": Side(
+            how="`zloader convert --shuffle`: the rows are shuffled while they are written.",
+            format=f"{_FORMAT}, rows shuffled when written",
+            store="zloader-shuffled",
+            scenarios=("conversion",),
+        ),
         "zloader, compact": Side(
             how=_COMPACT,
             format=_FORMAT,
@@ -89,13 +104,14 @@ PEER = Peer(
 )
 
 
-def write(_: str, sources: list[str], store: str) -> Callable[[], Any]:
-    """`zl.convert` with its defaults."""
-    from zloader import convert  # `import zloader` alone would leave its imports to the first call
+def write(conversion: str, sources: list[str], store: str) -> Callable[[], Any]:
+    """`zl.convert` with its defaults, or shuffled."""
+    from zloader import ConvertOptions, convert  # `import zloader` alone would leave its imports to the first call
     from zloader.common.compiled import load_compiler
 
     load_compiler()
-    return lambda: convert(sources, store, progress=False)
+    layout = ConvertOptions(shuffle_seed=0 if conversion == "zloader-shuffled" else None)
+    return lambda: convert(sources, store, progress=False, options=layout)
 
 
 def epochs(options: Request) -> Epochs:
@@ -112,7 +128,7 @@ def epochs(options: Request) -> Epochs:
         return zl.Loader(
             batch_size=options["batch_size"],
             fetch_factor=fetch_rows(options) // options["batch_size"],
-            **{"sampling": zl.BlockShuffling(options["chunk_size"]), **rows},
+            **{"sampling": zl.BlockShuffling(options["chunk_size"], n_strata=options.get("n_strata", 1)), **rows},
             obs=[options["obs"]] if "obs" in options else [],
             **({"layout": options["layout"]} if "layout" in options else {}),
             **({"x": None, "tokens": tokenizer(options["tokens"], dataset)} if "tokens" in options else {}),

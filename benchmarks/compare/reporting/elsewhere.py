@@ -6,7 +6,7 @@ REAL = "real"  # the preset of such a run
 METHOD = (
     "Every tool runs in a process of its own, in an environment in which it was installed before the run. Nothing was "
     "installed, converted or written for it, so tools that cannot read this store where it lies are missing.",
-    "The tools take turns, every other turn in the reverse order. Figures are medians over turns, and ratios to "
+    "The tools take turns, in a random order. Figures are medians over turns, and ratios to "
     "zloader are taken within each turn. The waiting is measured in one epoch.",
     "Each tool also gives out an epoch that is checked and not measured. A complete one must have all cells, and "
     "values with the sum that zarr or h5py read by itself, if the store is small enough for that.",
