@@ -223,8 +223,8 @@ SCENARIOS: Mapping[str, Scenario] = {
         title="Conversion",
         question="How fast does each tool write its own store from an .h5ad file? Tools that read .h5ad need none. "
         "Starting Python and imports are not counted. annbatch's conversion shuffles the rows unless its line says "
-        "otherwise, zloader's only where its line says so. A loop of ours writes the stores of HF Datasets and MosaicML "
-        "Streaming row by row, because these libraries have no reader of AnnData.",
+        "otherwise; that of zloader where its line says so. A loop of ours writes the stores of HF Datasets and "
+        "MosaicML Streaming row by row, because these libraries have no reader of AnnData.",
         of="converted",
     ),
 }  # fmt: skip
