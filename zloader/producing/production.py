@@ -68,14 +68,14 @@ class Production:
         self._stall_s = stall_s
         self._at_work: set[Maker] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._changed = asyncio.Event()
+        self._changed, self._sized = asyncio.Event(), asyncio.Event()
         self._moved_s = 0.0  # when the consumer took minibatches or a producer came, most recently
 
     def resized(self) -> None:
         """Starts or ends producers, as the size of the crew says. Any thread may call this."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the epoch has just ended, and its loop with it
-                self._loop.call_soon_threadsafe(self._change)
+                self._loop.call_soon_threadsafe(self._sized.set)
 
     def _change(self) -> None:
         """Wakes all coroutines that wait for a change. Of those that wait for room, it wakes those that have it now."""
@@ -177,7 +177,8 @@ class Production:
                 while len(posts) > self._crew.size:
                     posts.pop().cancel()
                 posts += [group.create_task(self._post()) for _ in range(self._crew.size - len(posts))]
-                await self._changed.wait()
+                self._sized.clear()
+                await self._sized.wait()
 
     async def _post(self) -> None:
         """Keeps one producer at work, and replaces it when it is lost."""
@@ -287,15 +288,16 @@ class Production:
 
     async def _step(self, job: Job, making: Making) -> tuple[Sequence[Any], Counters] | None:
         """The next group of a fetch. Raises _OvertakenError if another producer completes the fetch meanwhile."""
-        step: asyncio.Future[tuple[Sequence[Any], Counters] | None] = asyncio.ensure_future(making.next())
-        job.step = step
+        stopped = asyncio.timeout(None)  # `Job.stop` sets the time
         try:
-            await asyncio.wait({step})
-            if step.cancelled():
-                raise _OvertakenError
-            return step.result()
+            async with stopped as job.step:
+                return await making.next()
+        except TimeoutError:
+            if stopped.expired():
+                raise _OvertakenError from None
+            raise
         finally:
-            step.cancel()
+            job.step = None
 
     def _count(self, counted: Counters, before: Counters) -> None:
         """Adds what a producer has counted since `before`."""

@@ -102,13 +102,13 @@ class Job:
     rival: bool = False  # of a producer that began earlier and made no progress
     waits: bool = False  # for room, so that it can make no progress
     woken: asyncio.Event = field(default_factory=asyncio.Event)  # to look whether there is room
-    step: asyncio.Future[Any] | None = None  # the latest group that is expected of the producer
+    step: asyncio.Timeout | None = None  # of the group that is expected of the producer
 
     def stop(self) -> None:
         """Ends it, because nothing is left to make."""
         self.woken.set()
         if self.step is not None:
-            self.step.cancel()
+            self.step.reschedule(-math.inf)
 
 
 @dataclass(eq=False, kw_only=True)
