@@ -23,7 +23,6 @@ document.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -44,6 +43,7 @@ from torch.nn import functional
 import zloader as zl
 from benchmarks.harness.measuring import Figures, die_with_parent, in_new_process, table
 from benchmarks.harness.sides import median_and_range, rows_and_column
+from zloader.common.machine import cpu_s
 
 N_GENES = 500
 N_TOKENS = 16
@@ -157,16 +157,6 @@ def cases(n_genes: int) -> dict[str, Case]:
 
 
 # ---- measuring
-
-
-def cpu_s() -> float:
-    """User and system time of this process and of those that it has started, to 10 ms for these."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            fields = stat.read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:13])) if int(fields[1]) == os.getpid() else 0
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def steps_of(minibatches: Iterator[tuple[Any, Any]], step: Step, most: int) -> Figures:

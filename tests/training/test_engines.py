@@ -16,10 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import numpy as np
 import pytest
 import torch
 from helpers import PATIENCE_S
+from nbclient import NotebookClient
 from test_frameworks import ADATA, GENEFORMER, SIZES, plain, url  # noqa: F401 -- the fixture
 
 import zloader as zl
@@ -198,6 +200,35 @@ def test_nothing_is_left_of_a_script_without_main(url, then):  # noqa: F811
             script.kill()
         wait_until(lambda: not any(map(is_there, pids)))
         script.kill()
+
+
+FROM_STDIN = """
+import sys, zloader as zl
+def halved(minibatch):
+    return {"rows": minibatch.index, "x": minibatch.x.to_dense() / 2}
+url = sys.argv[1]
+found = []
+for processes in (0, 2):
+    loader = zl.Loader(zl.open_dataset(url), processes=processes, batch_size=8, fetch_factor=2, batch_transform=halved)
+    found.append([(each["rows"].tolist(), each["x"].tolist()) for each in loader])
+print(found[0] == found[1], len(found[0]))
+"""
+
+
+def test_a_script_from_standard_input_has_engines(url):  # noqa: F811
+    """There is no file that an engine could import, and its functions are of `__main__`, as in a notebook."""
+    done = subprocess.run(
+        [sys.executable, "-", url], input=FROM_STDIN, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.split() == ["True", str(-(-ADATA.n_obs // 8))]
+
+
+def test_a_notebook_has_engines(url):  # noqa: F811
+    code = FROM_STDIN.replace("sys.argv[1]", repr(url))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(notebook, timeout=PATIENCE_S, kernel_name="python3").execute()
+    assert notebook.cells[0].outputs[0].text.split()[0] == "True"
 
 
 def test_many_epochs_leave_nothing(dataset, crew):

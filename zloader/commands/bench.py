@@ -86,6 +86,9 @@ class BenchFlags:
     obs: ObsColumns = ""
     loader_sizes: LoaderSizes = field(default_factory=LoaderSizes)
     memory: Memory = "0"
+    processes: Annotated[
+        int, typer.Option(min=0, help="Engine processes, which the first epoch starts. 0: this process does the work.")
+    ] = 0
     layout: Layout = "csr"
     dtype: Dtype = None
     prices: Prices = field(default_factory=Prices)
@@ -131,7 +134,7 @@ class BenchFlags:
         named: Any = {"storage_options": self.access.storage_options, "join": self.join}
         return open_dataset(source, cache=cache, genes_by=genes_by_of(self.genes_by), **named)
 
-    def loader(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = ()) -> Loader:
+    def loader(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = (), processes: int = 0) -> Loader:
         """A loader of a dataset with these options."""
         from zloader.training.loader import Loader
 
@@ -145,6 +148,7 @@ class BenchFlags:
             obs=list(obs),
             layout=self.layout,  # type: ignore[arg-type]
             dtype=self.dtype,
+            processes=processes,
             rank=0,
             world_size=1,
         )
@@ -160,7 +164,7 @@ class BenchFlags:
     def words(self) -> list[str]:
         """The flags that make the same loader, apart from those of the cache."""
         rows = {"join": self.join, "obs": ",".join(self.obs_columns), "genes_by": self.genes_by, "x": self.matrices}
-        form = {"layout": self.layout, "dtype": self.dtype}
+        form = {"layout": self.layout, "dtype": self.dtype, "processes": self.processes}
         return [*words_of({**self.sizes, **rows, **form}), *self.access.words]
 
 
@@ -200,7 +204,7 @@ def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
     from zloader.order.shuffling import Streaming, stratified
 
     sampling = stratified(flags.sizes["block_size"])
-    loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs_columns)
+    loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs_columns, flags.processes)
     rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
     console.print(f"{', '.join(flags.urls)}: {rows:,} rows x {genes:,} genes")
     # Opened by itself, so that the first epoch finds nothing that was read or mirrored before it.
@@ -247,7 +251,8 @@ def _settings(flags: BenchFlags, loader: Loader) -> dict[str, Any]:
     rows, genes = loader.dataset.shape
     stores = {"urls": flags.urls, "rows": rows, "genes": genes, "cache": flags.cache}
     form = {"x": flags.matrices, "obs": flags.obs_columns, "layout": flags.layout, "dtype": loader.dtype}
-    return {**stores, "step_ms": 1000 * flags.step_s, **opening, **budgets, **flags.sizes, **form}
+    work = {"step_ms": 1000 * flags.step_s, "processes": flags.processes}
+    return {**stores, **work, **opening, **budgets, **flags.sizes, **form}
 
 
 # ---- results

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zloader.commands import terminal
 from zloader.commands.bench_results import BenchEpoch, BenchRun, Sample
 from zloader.common.errors import ZloaderError
-from zloader.common.machine import disk_bytes, processor_s
+from zloader.common.machine import cpu_s, disk_bytes, processor_s
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,7 +126,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
     complete = False
     mirrored = _Mirrored(loader)
     mirrored_before = mirrored.share
-    clocks = time.perf_counter(), time.process_time(), time.thread_time()
+    clocks = time.perf_counter(), cpu_s(), time.thread_time()
     disk_before, machine_before = disk_bytes(), processor_s()
     samples = _Samples(lambda at_s: _sample(loader.statistics(), at_s, mirrored.share))
     try:
@@ -154,7 +154,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
                 "first_minibatch_s": first_minibatch_s,
                 "first_wait_s": first_wait_s,
                 "stepped_s": stepped_s,
-                "cpu_s": time.process_time() - clocks[1],
+                "cpu_s": cpu_s() - clocks[1],
                 "loop_cpu_s": time.thread_time() - clocks[2],
                 "mirrored_before": mirrored_before,
                 "mirrored_after": mirrored.share,

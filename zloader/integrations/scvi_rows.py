@@ -22,7 +22,7 @@ from zloader.training.devices import copied
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
-_TRAINING_ONLY = ("sampling", "drop_last", "remainder")  # options of a Loader for shuffled rows
+_TRAINING_ONLY = ("sampling", "drop_last", "remainder", "processes")  # options of the Loader of shuffled rows
 _OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_world_size", "parts", "redeal", "options")
 _DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
 
