@@ -48,8 +48,8 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-def loader_of(url: Any, parts: dict[str, Any], **opening: Any) -> zl.Loader:
-    options = zl.FetchOptions(deadline_s=PATIENCE_S, retries=9)
+def loader_of(url: Any, parts: dict[str, Any], retries: int = 9, **opening: Any) -> zl.Loader:
+    options = zl.FetchOptions(deadline_s=PATIENCE_S, retries=retries)
     return zl.Loader(zl.open_dataset(url, **opening), batch_size=16, fetch_factor=2, options=options, **parts)
 
 
@@ -92,3 +92,29 @@ def test_the_epoch_is_the_same_or_raises(bucket, sim, tmp_path, parts, form):
         list(minibatches)
     del minibatches
     assert_threads_end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("parts", PARTS)
+def test_engines_make_the_same_epoch_or_raise(bucket, sim, tmp_path, parts, processes):
+    wanted = list(loader_of(bucket / "atlas" / "s.zarr", PARTS[parts]))
+    server = sim(root=bucket)
+    opening = {"storage_options": {"key": "any", "secret": "any", "endpoint_url": server.url}}
+    options = PARTS[parts] | {"processes": processes}
+    loader = loader_of("s3://atlas/s.zarr", options, cache=tmp_path / "cache", **opening)
+    server.faults = [fault | {"match": "(X|layers|obs|obsm)/.*/c/"} for fault in PASSING]
+    found = list(loader)
+    assert sum(server.stats().get(f"fault_{fault['kind']}", 0) for fault in PASSING) >= 3
+    assert_same_minibatches(found, wanted)
+    assert [extras(each) for each in found] == [extras(each) for each in wanted]
+
+    server.faults = [{"kind": "status", "match": ".*/c/"}]  # the engines have filled the mirror, and another finds it
+    again = loader_of("s3://atlas/s.zarr", options, cache=tmp_path / "cache", **opening)
+    assert_same_minibatches(list(again), wanted)
+
+    server.faults = []
+    lasting = loader_of("s3://atlas/s.zarr", options, retries=1, cache=tmp_path / "other", **opening)
+    server.faults = [{"kind": "status", "match": "(X|layers|obs|obsm)/.*/c/"}]
+    with pytest.raises(ReadError, match=r"s3://atlas/s.zarr"):
+        list(lasting)
