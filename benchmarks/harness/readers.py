@@ -24,8 +24,9 @@ The options that every tool knows are `store`, `batch_size` (64), `obs` (the col
 and fetches, `chunk_size` and `preload_nchunks`. Each tool returns its cheapest form. zloader also accepts a `mirror`
 for the loader that it keeps between epochs, the `form` of that mirror (see zl.Cache), another `layout`, and `tokens`:
 the tokenizer whose tokens it returns instead of X, by name. Its vocabulary has all genes. With `set_size` it yields
-sets with controls. `genes` are the positions of the genes, ascending, of which minibatches consist; zloader, annbatch,
-scDataset and the AnnData in memory know it.
+sets with controls, and with `replayed`, a file of row numbers, the rows of another loader's epoch in their order;
+annbatch writes that file if it gets its path as `recorded`. `genes` are the positions of the genes, ascending, of which
+minibatches consist; zloader, annbatch, scDataset and the AnnData in memory know it.
 
 "plain" reads exactly the bytes that zloader's epochs read from a mirror, with as many threads: the bytes of each block
 in the given `way` (see ranges.py), or all files from start to end if the way is "sequential". Linux only.

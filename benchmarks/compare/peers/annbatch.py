@@ -132,11 +132,14 @@ def epochs(options: Request) -> Epochs:
         preload_to_gpu=False,
         to="torch" if torch else None,
         rng=np.random.default_rng(0),
+        return_index="recorded" in options,
     )
     if "X" in group:  # a store of other tools, and no collection
         loader.add_adata(load(group))
     else:
         loader.use_collection(annbatch.DatasetCollection(group), load_adata=load)
+    if "recorded" in options:
+        np.save(options["recorded"], np.concatenate([minibatch["index"] for minibatch in loader]))
     return lambda _: Epoch(
         minibatches=_of_genes(loader, np.array(options["genes"])) if "genes" in options else iter(loader),
         size=lambda minibatch: minibatch["X"].shape[0],

@@ -128,7 +128,7 @@ def epochs(options: Request) -> Epochs:
         return zl.Loader(
             batch_size=options["batch_size"],
             fetch_factor=fetch_rows(options) // options["batch_size"],
-            **{"sampling": zl.BlockShuffling(options["chunk_size"], n_strata=options.get("n_strata", 1)), **rows},
+            **{"sampling": _order(options), **rows},
             obs=[options["obs"]] if "obs" in options else [],
             **({"layout": options["layout"]} if "layout" in options else {}),
             **({"x": None, "tokens": tokenizer(options["tokens"], dataset)} if "tokens" in options else {}),
@@ -166,6 +166,26 @@ def _dataset(options: Request, mirror: str | None) -> Any:
     if "sample" in options:
         dataset = dataset[_spread(dataset.n_obs, options["sample"], options["chunk_size"])]
     return dataset[:, options["genes"]] if "genes" in options else dataset
+
+
+def _order(options: Request) -> Any:
+    """Shuffled blocks, or the rows that another loader gave out, in its order."""
+    import numpy as np
+
+    import zloader as zl
+
+    if "replayed" not in options:
+        return zl.BlockShuffling(options["chunk_size"], n_strata=options.get("n_strata", 1))
+    recorded = np.load(options["replayed"]).astype(np.int64)
+
+    class Replayed(zl.Sampling):
+        def n_rows(self, dataset_rows: int) -> int:
+            return len(recorded)
+
+        def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Any:
+            return recorded[start:stop]
+
+    return Replayed()
 
 
 def _spread(n_obs: int, rows: int, block: int) -> Any:
