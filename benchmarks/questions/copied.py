@@ -1,14 +1,16 @@
 """Copy the store to the disk first, then train: the time and bytes of that, beside zloader, which reads the cloud.
 
-    python -m benchmarks.questions.copied OURS.zarr ANNBATCH.zarr [--epochs 1,3,10] [--turns 3] [--environments DIR]
+    python -m benchmarks.questions.copied OURS.zarr ANNBATCH.zarr [ANNDATA.zarr] [--epochs 1,3,10] [--turns 3]
 
-The two stores have the same cells, and each lies in a directory that becomes a bucket of the simulated cloud. Sides:
+The stores have the same cells, and each lies in a directory that becomes a bucket of the simulated cloud. Sides:
 
 - zloader: opens the store in the cloud with an empty mirror. The first epoch reads the cloud and fills the mirror;
   later ones read the mirror.
 - annbatch, copied: the store is downloaded with s3fs (`get`, recursive, its defaults), and then read from the disk with
   chunks of 512 rows, 32 at a time, the fastest setting known.
 - annbatch, cloud: every epoch reads the cloud, with obstore and the same chunks.
+- scDataset, files kept: with ANNDATA.zarr, as anndata writes it. fsspec's `simplecache` in front of s3fs downloads each
+  object when it is first read, and keeps it as a file.
 
 Each turn measures the copy, the first epoch and one more of each side in a new process. A run of N epochs takes the
 copy, the first epoch, and N - 1 times the second one. The first minibatch comes after the copy. Seconds are those of a
@@ -20,7 +22,9 @@ have 64 rows. The last line is one JSON document.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -79,6 +83,13 @@ def remote(location: StoreLocation, column: str, work: Path, python: Path) -> Fi
     return summed({"seconds": 0.0}, epochs("annbatch", python, location, {**_CHUNKS, "obs": column}, work))
 
 
+def kept(location: StoreLocation, column: str, work: Path, python: Path) -> Figures:
+    """scDataset through fsspec's cache of files."""
+    target = work / "files"
+    options = {**_BLOCKS, "obs": column, "workers": len(os.sched_getaffinity(0)), "file_cache": str(target)}
+    return summed({"seconds": 0.0}, epochs("scdataset", python, location, options, work), target)
+
+
 def summed(copy: Figures, found: Sequence[Figures], kept: Path | None = None) -> Figures:
     """The figures of one side in one turn. `kept` is what it has on the disk, which is deleted."""
     disk = stored_bytes(kept) if kept else 0
@@ -116,26 +127,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path, help="zloader's")
     parser.add_argument("theirs", type=Path, help="annbatch's, of the same cells")
+    parser.add_argument("plain", type=Path, nargs="?", help="of the same cells, written by anndata")
     parser.add_argument("--epochs", type=lambda text: [int(n) for n in text.split(",")], default="1,3,10")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--work", type=Path, help="directory for copies and mirrors")
     rivals.add_options(parser)
     options = parser.parse_args()
-    python = rivals.environment("annbatch", directory=options.environments, constrain=options.constrain)
+    given = {"directory": options.environments, "constrain": options.constrain}
+    python = rivals.environment("annbatch", **given)
     rows, column = rows_and_column(options.store)
     runs: dict[str, list[Figures]] = {}
     speed = LinkSpeed()
-    with (
-        tempfile.TemporaryDirectory(dir=options.work) as folder,
-        store_location(options.store, speed) as mine,
-        store_location(options.theirs, speed) as other,
-    ):
-        work = Path(folder)
+    with contextlib.ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.work)))
+        mine, other = (stack.enter_context(store_location(each, speed)) for each in (options.store, options.theirs))
         sides = {
             "zloader": lambda: ours(mine, column, work),
             "annbatch, copied": lambda: copied(other, column, work, python),
             "annbatch, cloud": lambda: remote(other, column, work, python),
         }
+        if options.plain is not None:
+            plain, reading = (
+                stack.enter_context(store_location(options.plain, speed)),
+                rivals.environment("scdataset", **given),
+            )
+            sides["scDataset, files kept"] = lambda: kept(plain, column, work, reading)
         for turn in range(options.turns):
             for name in list(sides)[:: -1 if turn % 2 else 1]:
                 runs.setdefault(name, []).append(sides[name]())

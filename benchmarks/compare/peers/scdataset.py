@@ -51,6 +51,8 @@ def epochs(options: Request) -> Epochs:
     from torch.utils.data import DataLoader
 
     def group() -> zarr.Group:
+        if "file_cache" in options:
+            return _through_file_cache(options)
         return zarr.open_group(options["store"], mode="r", storage_options=options.get("storage_options"))
 
     if options["store"].endswith(".h5ad"):
@@ -81,6 +83,19 @@ def epochs(options: Request) -> Epochs:
         labels=lambda minibatch: minibatch[1],
         workers_bytes=workers_bytes,
     )
+
+
+def _through_file_cache(options: Request) -> Any:
+    """The group at a URL of S3, whose objects fsspec keeps as files of a directory from their first read on."""
+    import fsspec
+    import zarr
+    from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+    protocol, _, path = options["store"].partition("://")
+    target = {"target_protocol": protocol, "target_options": options["storage_options"]}
+    files = fsspec.filesystem("simplecache", cache_storage=options["file_cache"], **target)
+    store = zarr.storage.FsspecStore(AsyncFileSystemWrapper(files, asynchronous=True), read_only=True, path=path)
+    return zarr.open_group(store, mode="r")
 
 
 class _Rows:
