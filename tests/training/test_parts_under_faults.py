@@ -95,7 +95,7 @@ def test_the_epoch_is_the_same_or_raises(bucket, sim, tmp_path, parts, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parts", "processes"), zip(PARTS, [1, 3, 3, 1], strict=True))
+@pytest.mark.parametrize(("parts", "processes"), list(zip(PARTS, [1, 3, 3, 1], strict=True)))
 def test_engines_make_the_same_epoch_or_raise(bucket, sim, tmp_path, parts, processes):
     wanted = list(loader_of(bucket / "atlas" / "s.zarr", PARTS[parts]))
     server = sim(root=bucket)

@@ -157,7 +157,7 @@ def mirror_fingerprint(url: str, origin: str, listing: Listing) -> str | None:
     unstamped = listing.without_stamp()
     if unstamped is not None:
         log.warning(
-            "cannot keep a mirror of %s: a change of %s could not be detected, because it has neither an ETag nor a "
+            "cannot keep a mirror of %s: a change of %r could not be detected, because it has neither an ETag nor a "
             "plausible time of its last change (2016 or later). Every epoch will read from the store",
             url,
             unstamped,

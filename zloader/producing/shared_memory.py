@@ -198,7 +198,7 @@ class Slots:
         self._memory = memory
         self._base = memory.bytes.ctypes.data
         self._firsts: list[int] = [_MOST_SLOTS]  # of each slot, and of the next one
-        self._lent: dict[int, weakref.ref[_Lease]] = {}
+        self._lent: dict[int, weakref.finalize[Any, Any]] = {}
         self._lock = threading.Lock()
 
     def take(self, n_bytes: int) -> int:
@@ -224,7 +224,7 @@ class Slots:
             return np.empty(length, dtype)
         number = self.take(n_bytes)
         lease = _Lease(self._memory, number, self._firsts[number], n_bytes)
-        self._lent[number] = weakref.ref(lease)
+        self._lent[number] = lease.end
         return np.asarray(lease).view(dtype)
 
     def place_of(self, part: memoryview) -> tuple[int, int, int] | None:
@@ -240,8 +240,7 @@ class Slots:
         first = self._firsts[number]
         packed.write(self._memory.bytes[first : first + packed.nbytes])
         for each in packed.referred:
-            if (lease := self._lent[each]()) is not None:
-                lease.kept = True
+            self._lent[each].detach()
         return number, first, packed.nbytes
 
     def forget_free(self, most_bytes: int) -> None:
@@ -273,14 +272,15 @@ class _Lease:
     """Bytes of a slot, as the base of all arrays in them. The slot is free when it is dropped."""
 
     def __init__(self, memory: Memory, number: int, first: int, n_bytes: int) -> None:
-        self.kept = False  # then somebody else frees the slot, or nobody
-        self._memory, self._number = memory.bytes, number  # the memory stays mapped
+        self._memory = memory  # keeps it mapped
+        self.end = weakref.finalize(self, memory.bytes.__setitem__, number, 0)
+        self.end.atexit = False
         self.__array_interface__ = memory.bytes[first : first + n_bytes].__array_interface__
         _leases.add(self)
 
-    def __del__(self) -> None:
-        if not self.kept:
-            self._memory[self._number] = 0
+    def keep(self) -> None:
+        """Lets the slot be busy for ever."""
+        self.end.detach()
 
 
 _leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
@@ -289,7 +289,7 @@ _leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
 def _keep_all() -> None:
     """Before a fork: either process may read the minibatches that there are longer than the other."""
     for lease in list(_leases):
-        lease.kept = True
+        lease.keep()
 
 
 if hasattr(os, "register_at_fork"):
