@@ -60,6 +60,8 @@ _HEADLINES: Sequence[tuple[str, Mapping[str, str | int], str]] = (
     ("cold_warm_cloud", {"epoch": "cold"}, "cold epoch, simulated cloud"),
     ("cold_warm_local", {"epoch": "warm"}, "warm epoch, local disk"),
     ("cold_warm_cloud", {"epoch": "warm"}, "warm epoch, simulated cloud (zloader: its copy on the disk)"),
+    ("in_place", {"compression": "none", "epoch": "cold"}, "cold epoch from an .h5ad file"),
+    ("in_place", {"compression": "none", "epoch": "warm"}, "warm epoch from an .h5ad file"),
     ("real", {"epoch": "cold"}, "cold epoch, this store"),
     ("real", {"epoch": "warm"}, "warm epoch, this store"),
     ("random", {}, "perfectly random cells"),

@@ -371,8 +371,8 @@ def _points(run: Run) -> Sequence[str]:
     return [
         "Every tool runs in a process of its own: zloader in the environment in which the benchmark was started, every "
         "other tool in one with its own dependencies.",
-        "The tools take turns: in each turn, each of them runs the same case once, on the same cells. The memory over "
-        "epochs is measured one tool after the other, once, and so are conversions and the largest stores.",
+        "The tools take turns: in each turn, each of them runs the same case once, on the same cells. What has a "
+        "single turn, such as the memory over epochs, is measured one tool after the other, once.",
         "Every figure is the median over turns, except the waiting, which is measured in one epoch. Ratios to zloader "
         "are taken within each turn. A tool that takes too long for a case has fewer turns; the tables give their "
         "number.",
