@@ -37,6 +37,7 @@ MODULES = (
     "mosaicml-streaming",
     "litdata",
     "mappedcollection",
+    "cellstream",
 )
 EPOCHS = ("cold_warm_local", "minibatch", "random", "first", "memory")  # scenarios that any loader can take part in
 KINDS = ("zarr", "h5ad", "remote zarr", "remote h5ad")  # of stores
