@@ -38,6 +38,7 @@ MODULES = (
     "litdata",
     "mappedcollection",
     "cellstream",
+    "homeobox",
 )
 EPOCHS = ("cold_warm_local", "minibatch", "random", "first", "memory")  # scenarios that any loader can take part in
 KINDS = ("zarr", "h5ad", "remote zarr", "remote h5ad")  # of stores
