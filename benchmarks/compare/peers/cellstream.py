@@ -47,8 +47,8 @@ def epochs(options: Request) -> Epochs:
 
     def orders() -> Iterator[Any]:
         """The row numbers of each fetch."""
-        blocks = rng.permutation(starts)[:, None] + np.arange(options["chunk_size"])
-        rows, size = blocks.ravel()[blocks.ravel() < store.n_obs], fetch_rows(options)
+        rows = (rng.permutation(starts)[:, None] + np.arange(options["chunk_size"])).ravel()
+        rows, size = rows[rows < store.n_obs], fetch_rows(options)
         for first in range(0, len(rows), size):
             yield rng.permutation(rows[first : first + size])
 
