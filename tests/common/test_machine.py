@@ -1,9 +1,14 @@
-"""What needs too much memory is refused before it begins."""
+"""What this machine has and does, and what needs too much of its memory."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +98,24 @@ def test_nor_do_the_cores_outside_of_a_container(monkeypatch, tmp_path, name, wr
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(written)
     assert (machine.processor_s() is None) == (limited or without is None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
+def test_the_processor_time_of_a_child_counts_whichever_thread_started_it():
+    children = []
+    thread = threading.Thread(
+        target=lambda: children.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+    )
+    before_s, own_s = machine.cpu_s(), time.process_time()
+    thread.start()
+    thread.join()
+    try:
+        while machine.cpu_s() - before_s < time.process_time() - own_s + 0.1:
+            time.sleep(0.05)
+    finally:
+        children[0].kill()
+        children[0].wait()
+    assert machine.cpu_s() - before_s >= time.process_time() - own_s + 0.1, "nor is it lost when the child ends"
 
 
 @pytest.fixture

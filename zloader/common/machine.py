@@ -98,18 +98,28 @@ def cpu_s() -> float:
     ticks = 0
     for process in _children():
         with contextlib.suppress(OSError):
-            ticks += sum(map(int, (process / "stat").read_text().rpartition(")")[2].split()[11:13]))
+            ticks += sum(map(int, _fields(process)[11:13]))
     ended = os.times()
     return time.process_time() + ended.children_user + ended.children_system + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _children() -> list[Path]:
-    """Linux's directories of the processes that this one has started, and that have not been waited for."""
-    pids: list[str] = []
-    for children in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            pids += children.read_text().split()
-    return [Path("/proc", pid) for pid in pids]
+def _children() -> Iterator[Path]:
+    """Linux's directories of the processes that this one has started, and that have not been waited for.
+
+    All processes are asked for their parent: a list of the children of each thread misses those of a thread that ends
+    while the lists are read.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        parent = 0
+        with contextlib.suppress(OSError):  # it has just ended
+            parent = int(_fields(process)[1])
+        if parent == os.getpid():
+            yield process
+
+
+def _fields(process: Path) -> list[str]:
+    """The fields of a process in Linux's `stat` from the third on, which is its state."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 def require_memory(n_bytes: int, what: str, advice: str) -> None:
