@@ -15,7 +15,7 @@ PEER = Peer(
             how="AnnLoader(AnnCollection([read_h5ad(backed='r')]), shuffle=True), as anndata's tutorial has "
             "it: its sampler asks for the rows of a minibatch at once. use_default_converter=False keeps X sparse. "
             "No worker processes: with them it cannot collate its own views (TypeError). Minibatches are AnnData "
-            "views, not tensors.",
+            "views, not tensors. Deprecated since anndata 0.12.17, which advises annbatch instead.",
             format=".h5ad, uncompressed",
             store=None,
             scenarios=("cold_warm_local", "in_place", "minibatch", "random", "first", "memory"),

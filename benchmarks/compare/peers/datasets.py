@@ -1,10 +1,11 @@
-"""Hugging Face Datasets: an Arrow table with the genes and values of each row as lists."""
+"""Hugging Face Datasets: an Arrow table, or Parquet files, with the genes and values of each row as lists."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.peers import (
@@ -24,6 +25,7 @@ _HOW = (
     "load_from_disk with format numpy in a DataLoader with one worker per core, which the page 'Use with PyTorch' "
     "advises."
 )
+_SHARDS = 64
 
 PEER = Peer(
     requirements=("datasets", "anndata", "torch", "s3fs"),
@@ -55,14 +57,23 @@ PEER = Peer(
             order="shards in random order, and a shuffled buffer of a fetch",
             options={"iterable": True},
         ),
+        "HF Datasets, Parquet": Side(
+            how="load_dataset('parquet', streaming=True), in a DataLoader with one worker per core, and shuffled in a "
+            "buffer of a fetch of rows. Tahoe-100M lies on the Hub in this form, and its card reads it so.",
+            format=f"Parquet, written by Dataset.to_parquet as {_SHARDS} files: lists of genes (int32) and values "
+            "(float32), a label",
+            store="datasets-parquet",
+            scenarios=("cold_warm_local", "cold_warm_cloud"),
+            order="files in random order, and a shuffled buffer of a fetch",
+            options={"iterable": True, "files": "parquet"},
+        ),
     },
 )
-_SHARDS = 64
 _WINDOW = 4096  # rows read at a time
 
 
-def write(_: str, sources: list[str], store: str) -> Callable[[], Any]:
-    """An Arrow table, written row by row from the backed file."""
+def write(conversion: str, sources: list[str], store: str) -> Callable[[], Any]:
+    """An Arrow table, or for `datasets-parquet` Parquet files, written row by row from the backed file."""
     import anndata.io  # noqa: F401 - csr_rows needs it
     from datasets import Dataset, Features, Sequence, Value
 
@@ -74,7 +85,13 @@ def write(_: str, sources: list[str], store: str) -> Callable[[], Any]:
     def convert() -> None:
         with tempfile.TemporaryDirectory() as cache:
             table = Dataset.from_generator(csr_rows, gen_kwargs={"source": source}, features=features, cache_dir=cache)
-            table.save_to_disk(store, num_shards=64)  # so that each worker has some
+            if conversion == "datasets":
+                table.save_to_disk(store, num_shards=_SHARDS)  # so that each worker has some
+                return
+            Path(store).mkdir(parents=True)
+            for number in range(_SHARDS):
+                shard = table.shard(num_shards=_SHARDS, index=number, contiguous=True)
+                shard.to_parquet(Path(store, f"{number:02}.parquet"))
 
     return convert
 
@@ -117,8 +134,9 @@ def epochs(options: Request) -> Epochs:
 
     given = {"batch_size": options["batch_size"], "num_workers": options["workers"], "collate_fn": collated}
     os.environ |= aws_variables(options)
-    if "storage_options" in options:
-        shards = load_dataset("arrow", data_files=f"{options['store']}/*.arrow", split="train", streaming=True)
+    files = options.get("files", "arrow")
+    if "storage_options" in options or files == "parquet":
+        shards = load_dataset(files, data_files=f"{options['store']}/*.{files}", split="train", streaming=True)
     elif options.get("iterable"):
         shards = load_from_disk(options["store"]).with_format("numpy").to_iterable_dataset(num_shards=_SHARDS)
     if options.get("iterable"):
