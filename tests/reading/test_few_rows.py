@@ -77,6 +77,7 @@ def stored_rows(draw, genes, values):
     return columns, stored, (ends - lengths)[taken], np.array(lengths, np.int64)[taken]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("genes", "values", "wanted", "mapped"), DTYPES)
 @given(draw=st.data())
 def test_scattered_rows_are_the_same(genes, values, wanted, mapped, draw):
@@ -96,6 +97,7 @@ def test_scattered_rows_are_the_same(genes, values, wanted, mapped, draw):
         same_bits(by_numpy[5], by_loop[5])
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("genes", "values", "wanted"), [*(each[:3] for each in DTYPES), ("int32", "float64", "int32")])
 @given(draw=st.data())
 def test_copied_rows_are_the_same(genes, values, wanted, draw):
@@ -136,7 +138,7 @@ def test_many_numbers_and_rows_are_left_to_the_loops():
     arguments = many, np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros(8, np.uint64), np.uint64(1), many
     assert permutation._permute._plain(*arguments) is NotImplemented
     rows = np.zeros(few_rows._MANY + 1, np.int64)
-    assert few_rows.copy_rows(rows, rows, rows, rows, rows) is NotImplemented
+    assert few_rows.copy_rows(rows, rows, rows, rows, rows, None) is NotImplemented
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint64"])
@@ -220,6 +222,7 @@ def stores(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_epochs_are_the_same_with_and_without_compiled_loops(stores: Path) -> None:
     attributes = "indptr indices values data genes columns counts"
     epochs = _EPOCHS.replace("EASY", repr([("X", "dense"), ("X", "csr"), ("layers/doubled", "packed")]))
@@ -245,6 +248,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "loaded"),
     [
@@ -261,6 +265,7 @@ def test_numba_is_loaded_when_a_loader_needs_it_or_goes_on_for_many_epochs(store
     assert printed.split() == list(map(str, loaded))
 
 
+@pytest.mark.slow
 def test_numba_is_loaded_for_many_values(stores, monkeypatch):
     code = _UNTIL.replace("dataset = ", "import zloader.dataset.matrices as m; m.FEW = 100; dataset = ")
     printed, _ = told(stores, code, "{}")

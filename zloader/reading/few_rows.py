@@ -36,7 +36,7 @@ def fits(values: Any, limits: Limits | None) -> Any:
 
 
 def copy_rows(
-    source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None = None
+    source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None
 ) -> Any:
     """Copies rows until one has a value beyond the limits. Returns that row, or -1 if all values fit.
 

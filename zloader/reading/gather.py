@@ -74,6 +74,15 @@ class StoreRows:
     unsorted: bool = False
     coded: Views | None = None
 
+    def __post_init__(self) -> None:
+        """Marks genes and values as read-only, as those of a mirror or a fetch are. Else numba compiles more loops."""
+        for name in ("genes", "values"):
+            array = getattr(self, name)
+            if array is not None and array.flags.writeable:
+                array = array.view()
+                array.flags.writeable = False
+                object.__setattr__(self, name, array)
+
     def n_values(self) -> Rows:
         """Values per row in CSR form, which for dense rows are the nonzero values."""
         if self.genes is not None:
@@ -127,7 +136,7 @@ def widened(rows: StoreRows) -> StoreRows:
         return rows
     starts = indptr_of(rows.lengths)
     packed = np.empty(starts[-1], np.uint16)
-    copy_rows(_bits(rows.values), rows.starts[1], rows.lengths, starts[:-1], packed)
+    copy_rows(_bits(rows.values), rows.starts[1], rows.lengths, starts[:-1], packed, None)
     return replace(rows, values=packed.view(np.float16).astype(np.float32), starts=(rows.starts[0], starts[:-1]))
 
 
@@ -185,7 +194,7 @@ def csr_rows(
             beyond = sort_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
         else:
             if part.columns is None:
-                copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
+                copy_rows(part.genes, part.starts[0], part.lengths, to, indices, None)
             else:
                 map_rows(part.genes, part.starts[0], part.lengths, to, part.columns, indices)
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to, values, limits)

@@ -225,7 +225,7 @@ def ascend_strictly(indptr: NDArray[Any], columns: NDArray[Any]) -> bool:
 
 @compiled_after(few_rows.copy_rows)
 def copy_rows(
-    source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None = None
+    source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None
 ) -> int:
     """Copies rows until one has a value beyond the limits. Returns that row, or -1 if all values fit."""
     for row in range(len(starts)):

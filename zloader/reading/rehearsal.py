@@ -32,8 +32,6 @@ def rehearse(matrix: MatrixLayout, form: Form, *, decoding: bool) -> None:
     arrays = [np.empty(0, array.dtype) for array in matrix.arrays]
     for layout, elements in zip(matrix.arrays, arrays, strict=True) if decoding else ():
         Decoder(layout, few=True).decode_all([], np.empty(0, CHUNK), elements)
-    for elements in arrays:
-        elements.flags.writeable = False  # as those of a mirror or a fetch: for others, numba has another loop
     *genes, values = arrays
     none = np.empty(0, np.int64)
     rows = StoreRows(
