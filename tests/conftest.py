@@ -42,35 +42,43 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pytest_configure() -> None:
     """Loads numba, so that tests use compiled loops, whichever ran before them; NumPy's are for test_few_rows.py.
 
-    One pytest-xdist worker at a time compiles loops. The others then find them in its cache. Otherwise, in a fresh
+    One pytest-xdist worker at a time compiles a loop. The others then find it in its cache. Otherwise, in a fresh
     clone, all workers compile the same loops at the same time.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         from numba.core.dispatcher import Dispatcher
 
-        Dispatcher.compile = _InTurn(Path(__file__))(Dispatcher.compile)
+        Dispatcher.compile = _in_turn(Dispatcher.compile)
     load_compiler()
 
 
-class _InTurn(contextlib.ContextDecorator):
-    """A re-entrant lock between the threads of all processes, on any file."""
+def _in_turn(compile_loop: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`Dispatcher.compile`, by one process at a time for each function.
 
-    _flock = staticmethod(fcntl.flock)  # tests replace the function in the module
+    It compiles the functions that a function calls. No function calls itself through others, so processes never wait
+    for each other in a circle.
+    """
+    flock = fcntl.flock  # tests replace the function in the module
+    in_process = threading.RLock()  # numba has such a lock itself, which must not be held before this one
+    held: set[str] = set()
+    locks = Path(__file__).parent / "__pycache__"
+    locks.mkdir(exist_ok=True)
 
-    def __init__(self, path: Path) -> None:
-        self._file, self._thread, self._depth = path.open(), threading.RLock(), 0
+    def compile_in_turn(dispatcher: Any, signature: Any) -> Any:
+        function = dispatcher.py_func
+        name = f"{function.__module__}.{function.__qualname__}"
+        with in_process:
+            if name in held:
+                return compile_loop(dispatcher, signature)
+            with (locks / f"{name}.lock").open("w") as file:
+                flock(file, fcntl.LOCK_EX)
+                held.add(name)
+                try:
+                    return compile_loop(dispatcher, signature)
+                finally:
+                    held.remove(name)
 
-    def __enter__(self) -> None:
-        self._thread.acquire()
-        if not self._depth:
-            self._flock(self._file, fcntl.LOCK_EX)
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._flock(self._file, fcntl.LOCK_UN)
-        self._thread.release()
+    return compile_in_turn
 
 
 _LONG_FILES = {

@@ -177,6 +177,7 @@ def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
     assert text.startswith("No other loader was better than zloader in any case of this run.")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "lines",
     [
@@ -238,6 +239,7 @@ def test_examples_of_docstrings_are_correct():
 # ---- Markdown and README
 
 
+@pytest.mark.slow
 def test_the_command_writes_page_markdown_figures_and_readme(tmp_path, capsys):
     run = write(tmp_path / "full.jsonl", [line for line in whole_run(2) if line.get("scenario") in SUMMED_UP])
     readme = tmp_path / "README.md"

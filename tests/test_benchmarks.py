@@ -238,6 +238,7 @@ def test_an_epoch_ends_after_so_many_rows(run):
     assert len(list(epoch.minibatches)) == 1
 
 
+@pytest.mark.slow
 def test_a_panel_is_checked_against_the_values_of_its_genes(run, tmp_path):
     adata, path = counts(300, 80), tmp_path / "a.h5ad"
     adata.write_h5ad(path)

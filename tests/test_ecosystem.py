@@ -154,6 +154,7 @@ def written_elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     return directory
 
 
+@pytest.mark.slow
 def test_stores_of_other_versions_open_and_convert(written_elsewhere: Path, tmp_path: Path) -> None:
     stores = sorted(path for path in written_elsewhere.iterdir() if path.suffix == ".zarr")
     assert stores

@@ -96,6 +96,7 @@ LIGHT = {"annotated_doc", "annotated_types", "attr", "click", "colorama", "markd
          "zloader"}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_help_imports_only_small_packages():
     """For every command. Importing numpy alone would take longer than showing the help."""
     seen = run(_HELP)
@@ -182,6 +183,7 @@ def stored(tmp_path_factory):
     return folder / "cells.zarr", folder / "source.h5ad"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [pytest.param(path, id=path, marks=[] if path == "train" else [pytest.mark.slow]) for path in _PATHS]
 )

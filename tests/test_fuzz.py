@@ -16,6 +16,7 @@ ROUNDS = int(os.environ.get("ZLOADER_FUZZ_ROUNDS", "0"))
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_values_are_right_or_an_error_is_raised(tmp_path: Path, seed: int) -> None:
     run_round(seed, tmp_path)

@@ -137,6 +137,7 @@ def test_signatures_docstrings_and_classes_stay() -> None:
     assert inspect.getsource(zl.convert).startswith("@answers\ndef convert(")
 
 
+@pytest.mark.slow
 def test_a_function_that_was_imported_from_its_module_first_can_be_pickled(interpreter: Any) -> None:
     """In a process of its own, because zloader looks up a name once."""
     code = (

@@ -160,6 +160,7 @@ def _dependencies(name: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_imports_point_down():
     for name, module in ((each, module) for each in FILES for module in _own(each)):
         assert module in FILES, f"{name} imports {module}, which does not exist"
@@ -238,6 +239,7 @@ print(*sorted(name for name in sys.modules if name.startswith("zloader.")))
 """
 
 
+@pytest.mark.slow
 def test_plan_to_minibatch_runs_where_torch_is_not_installed():
     command = [sys.executable, "-c", _WITHOUT_TORCH, str(PACKAGE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

@@ -125,6 +125,7 @@ def test_the_rates_are_those_of_the_counts(pretrain, source):
 # ---- runs
 
 
+@pytest.mark.slow
 def test_a_run_counts_every_row_and_resumes_bit_for_bit(pretrain, source, tmp_path):
     """Interrupted after a minibatch, at the last minibatch of an epoch, and just after an epoch."""
     whole = pretrain.run.Training(settings_of(pretrain), source, pretrain.ranks.Ranks())
@@ -223,6 +224,7 @@ def test_what_cannot_work_is_said_before_training(pretrain, monkeypatch, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_from_s3_writes_its_page(pretrain, work, tmp_path, capsys, monkeypatch):
     report = tmp_path / "page.html"
     flags = ["--work", str(work), "--epochs", "2", "--report", str(report), "--json"]

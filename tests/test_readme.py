@@ -81,6 +81,7 @@ def test_predictions_of_a_view_find_their_places(pbmc):
     np.testing.assert_array_equal(written.obsm["X_model"], chosen.X[:, :2].toarray())
 
 
+@pytest.mark.slow
 @QUIET
 @pytest.mark.parametrize("where", ["local", "s3"])
 def test_predictions_are_written_back(pbmc, where, request, tmp_path):
@@ -130,6 +131,7 @@ def pbmc(written, tmp_path, monkeypatch):
     return adata.copy()
 
 
+@pytest.mark.slow
 @QUIET
 @pytest.mark.parametrize("page", [page for page in RUN_HERE if blocks(page, "python")], ids=name_of)
 @pytest.mark.filterwarnings("ignore:Some cells have zero counts", "ignore:'set_vital' is deprecated")  # torchdata warns

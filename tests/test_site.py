@@ -38,6 +38,7 @@ def drawn(svg: str) -> tuple[list[str], int]:
     return re.findall(r"<!-- (.*?) -->", svg), len(re.findall(r"<(?:path|use)\b", svg))
 
 
+@pytest.mark.every(3)
 @pytest.mark.any_version
 @pytest.mark.parametrize("name", [path.stem for path in sorted(PICTURES.glob("*.svg"))])
 def test_a_picture_is_the_one_that_its_script_draws(name, monkeypatch, tmp_path):
@@ -107,6 +108,7 @@ def texts_of_the_source() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_messages_of_troubleshooting_are_those_of_the_source():
     page = (DOCS / "troubleshooting.md").read_text()
     quoted = re.findall(r"^### `(.*)`$", page, re.MULTILINE)

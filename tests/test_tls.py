@@ -91,6 +91,7 @@ def test_clients_that_do_not_trust_or_speak_tls_leave_the_server_running(secure)
         assert ask(trusted) == OBJECT
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_all_bytes(root):
     """The kernel's buffers are full most of the time, so records are sent in several attempts."""
     unlimited = LinkSpeed(ttfb_ms=0, conn_mbps=0, total_mbps=0, tls=True)

@@ -309,6 +309,7 @@ def metadata_service() -> Iterator[str]:
         yield f"{url}/"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["machine", "container"])
 def test_both_clients_sign_alike_with_a_role(server, monkeypatch, metadata_service, kind):
     if kind == "machine":
@@ -328,6 +329,7 @@ def test_missing_credentials_raise_at_once(server):
         zl.open_dataset("s3://atlas/counts.zarr", storage_options=endpoint(server))
 
 
+@pytest.mark.slow
 def test_no_credentials_and_a_metadata_service_that_never_answers(server, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
@@ -391,6 +393,7 @@ def leaks(text: str) -> list[str]:
     return [name for name, value in SECRETS.items() if value in text]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("source", SOURCES)
 def test_secrets_are_in_no_repr_and_only_in_pickles_that_need_them(server, monkeypatch, tmp_path, source):
     options = hide(source, monkeypatch, tmp_path) | endpoint(server)

@@ -75,6 +75,7 @@ URLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", URLS, ids=["branch", "bucket", "named branch", "commit"])
 def test_minibatches_are_those_of_the_local_store(
     local: Path, standin: Hub, options: Any, url: str, tmp_path: Path
@@ -88,6 +89,7 @@ def test_minibatches_are_those_of_the_local_store(
     assert digest(loader(offline)) == wanted(local)
 
 
+@pytest.mark.slow
 def test_a_file_in_place_and_as_a_source(local: Path, options: Any, tmp_path: Path) -> None:
     url = "hf://datasets/lab/cells/counts.h5ad"
     there = zl.open_dataset(local / "source.h5ad")
@@ -100,6 +102,7 @@ def test_a_file_in_place_and_as_a_source(local: Path, options: Any, tmp_path: Pa
         )
 
 
+@pytest.mark.slow
 def test_a_manifest_names_the_commit(local: Path, options: Any, tmp_path: Path) -> None:
     urls = [URL, "hf://datasets/lab/cells/counts.h5ad", BUCKET]
     zl.index(urls, tmp_path / "all.csv", storage_options=options, progress=False)
@@ -146,6 +149,7 @@ LIMITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("headers", LIMITS, ids=["Retry-After", "RateLimit"])
 def test_rate_limits_are_respected(local: Path, standin: Hub, options: Any, headers: Any) -> None:
     dataset = zl.open_dataset(URL, storage_options=options)
@@ -169,6 +173,7 @@ def test_a_rate_limit_beyond_the_deadline(standin: Hub, options: Any) -> None:
         list(zl.Loader(dataset, batch_size=16, options=zl.FetchOptions(deadline_s=2)))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("fault", ["expired", "short", "drop", "500"])
 def test_one_failure_of_the_cdn(local: Path, standin: Hub, options: Any, fault: str) -> None:
     dataset = zl.open_dataset(URL, storage_options=options)

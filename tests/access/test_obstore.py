@@ -102,6 +102,7 @@ def read(source: ObjectSource, spans: list[Span] = SPANS) -> list[bytes]:
     return asyncio.run(source.read(spans))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fault", ["", "500", "503", "429", "408", "drop", "short", "whole"])
 def test_a_passing_fault(source: Any, faults: list[str], fault: str) -> None:
     reader = source(deadline_s=NEVER_S)
@@ -125,6 +126,7 @@ LASTING: dict[str, tuple[str, type[StoreError], str]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("fault", "error", "says"), LASTING.values(), ids=LASTING)
 def test_a_lasting_fault(source: Any, faults: list[str], fault: str, error: type[StoreError], says: str) -> None:
     reader = source(deadline_s=0.6 if error is DeadlineError else NEVER_S)

@@ -33,6 +33,7 @@ STORES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("url", "options", "most"), STORES.values(), ids=STORES)
 def test_few_attempts(nowhere: str, monkeypatch: pytest.MonkeyPatch, url: str, options: Any, most: int) -> None:
     connected: list[Any] = []

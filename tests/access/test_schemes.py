@@ -65,6 +65,7 @@ def loader(dataset: zl.Dataset, **options: Any) -> zl.Loader:
     return zl.Loader(dataset, batch_size=16, fetch_factor=3, sampling=sampling, obs=OBS, options=fetching)
 
 
+@pytest.mark.slow
 def test_minibatches_are_the_same_from_everywhere(root, sim, s3, tmp_path):
     path = root / "bucket" / "two words" / "counts.zarr"
     location = Location(url=s3.url("two words/counts.zarr"), storage_options=s3.storage_options)
@@ -257,6 +258,7 @@ def test_a_server_that_redirects(static):
     assert "hush" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_requires_credentials(static):
     url = static(_Barred)
     with pytest.raises(AccessDeniedError, match=r"status 401.*headers"):
@@ -276,6 +278,7 @@ LATER = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("fault", "error", "says"), LATER.values(), ids=LATER)
 def test_a_server_that_fails_after_opening(root, sim, fault, error, says):
     server = sim(root=root)
@@ -286,6 +289,7 @@ def test_a_server_that_fails_after_opening(root, sim, fault, error, says):
         digest(loader(dataset, **({"deadline_s": 1.5} if error is DeadlineError else {})))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_briefly_overloaded(root, sim):
     server = sim(root=root)
     server.faults = [{"kind": "status", "status": 503, "p": 0.3, "count": 30}]
@@ -511,6 +515,7 @@ def test_the_default_credentials_of_google(interpreter, root, static, tmp_path, 
     )
 
 
+@pytest.mark.slow
 def test_a_stated_endpoint_of_google_with_credentials(root, static, tmp_path, monkeypatch):
     """obstore reads, because TensorStore's driver has no endpoint."""
     pytest.importorskip("gcsfs")
@@ -581,6 +586,7 @@ class _PaidS3(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+@pytest.mark.slow
 def test_every_request_says_that_the_requester_pays(root, sim, tmp_path, monkeypatch):
     pytest.importorskip("obstore")
     monkeypatch.setattr(_PaidS3, "server_url", sim(root=root).url)

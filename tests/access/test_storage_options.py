@@ -102,6 +102,7 @@ def test_aliases_of_s3fs_are_accepted() -> None:
     assert s3_access({"username": "K", "password": "sesame"}).options["key"] == "K"
 
 
+@pytest.mark.slow
 def test_options_that_google_does_not_have() -> None:
     pytest.importorskip("gcsfs")
     with pytest.raises(OptionError, match=r"no 'projet' in the storage_options of gs://. Did you mean 'project'\?"):

@@ -128,6 +128,7 @@ def _with_another_directory(one, other):
     other.rename(one)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("replace", [_in_place, _with_new_files, _with_another_directory])
 def test_replacing_a_store_with_equal_sizes_and_times(stores, tmp_path, caplog, replace):
     one, other = stores
@@ -372,6 +373,7 @@ def test_a_mirror_with_the_name_of_another_is_left_alone(stores, cache, caplog):
         assert epoch(store, cache, adata).gets == 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("described", ["swapped", "gone", "damaged"])
 def test_a_mirror_with_the_name_of_another_and_no_valid_description(stores, cache, described, caplog):
     directories = [entry_of(cache, store).directory for store in stores]

@@ -316,6 +316,7 @@ def test_a_mirror_fills_up_to_its_limit_and_the_rest_is_read_from_the_store(stor
     assert digest(_loader(store, cache)) == digest(_loader(store, None))
 
 
+@pytest.mark.slow
 @EVERY_FORM
 def test_processes_share_one_limit(store, tmp_path, form):
     """Four loaders fill the mirrors of two stores, two loaders per store."""
@@ -328,7 +329,7 @@ def test_processes_share_one_limit(store, tmp_path, form):
     assert 1_000_000 < watch.most <= 2_000_000
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @EVERY_FORM
 @pytest.mark.parametrize("limit", ["1KB", "100KB", "350KB"])
 def test_a_limit_below_one_fetch_disables_the_mirror(store, tmp_path, limit, form):
@@ -346,6 +347,7 @@ def test_min_free_bytes_are_left_free(store, tmp_path):
     assert cache_bytes(cache.directory) < 200_000
 
 
+@pytest.mark.slow
 def test_unused_mirrors_are_dropped_stale_ones_first(store, tmp_path, caplog):
     caplog.set_level(logging.INFO, "zloader")
     one, two, three = (tmp_path / "bucket" / name for name in ("one.zarr", "two.zarr", "three.zarr"))
@@ -389,6 +391,7 @@ def test_dropping_keeps_files_that_zloader_did_not_create(store, tmp_path):
     assert (tmp_path / "precious").read_text() == "precious"
 
 
+@pytest.mark.every(3)
 @EVERY_FORM
 def test_a_directory_that_is_deleted_while_in_use_does_no_harm(store, tmp_path, form):
     cache = Cache(tmp_path / "cache", form=form)
@@ -457,7 +460,7 @@ def _mounted(directory: Path, *arguments: str):
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @EVERY_FORM
 @pytest.mark.parametrize("size", ["64k", "1m"])
 def test_a_full_disk_causes_a_warning_and_reading_continues(store, tmp_path, caplog, size, form):
@@ -468,6 +471,7 @@ def test_a_full_disk_causes_a_warning_and_reading_continues(store, tmp_path, cap
     assert digest(_loader(store, tmp_path / "cache")) == digest(_loader(store, None))
 
 
+@pytest.mark.every(2)
 @EVERY_FORM
 def test_a_mirror_on_a_read_only_disk_is_used(store, tmp_path, form):
     warm(zl.open_dataset(store, cache=Cache(tmp_path / "cache", form=form)))
@@ -495,6 +499,7 @@ def test_changed_objects_get_a_new_mirror(store, tmp_path, caplog):
     assert loader.statistics().gets
 
 
+@pytest.mark.slow
 @EVERY_FORM
 def test_offline_opens_and_reads_the_mirror(store, tmp_path, form):
     cache = Cache(tmp_path / "cache", form=form)
@@ -529,6 +534,7 @@ def test_offline_errors_name_what_is_missing(store, tmp_path, form):
         dataset.obs()
 
 
+@pytest.mark.slow
 @EVERY_FORM
 def test_opening_with_a_warm_cache_only_requests_a_listing(store, sim, tmp_path, form):
     server = sim(root=store.parent.parent)
@@ -548,6 +554,7 @@ def test_opening_with_a_warm_cache_only_requests_a_listing(store, sim, tmp_path,
 # ---- permissions and secrets
 
 
+@pytest.mark.every(3)
 @EVERY_FORM
 def test_all_files_are_private_and_contain_no_secret(store, sim, tmp_path, form):
     server = sim(root=store.parent.parent)
@@ -563,6 +570,7 @@ def test_all_files_are_private_and_contain_no_secret(store, sim, tmp_path, form)
             assert b"AKIAVERYSECRETKEY" not in content
 
 
+@pytest.mark.slow
 def test_warm_continues_where_it_stopped_and_respects_a_rate_limit(store, tmp_path):
     _first_minibatch(store, tmp_path)
     seen = []

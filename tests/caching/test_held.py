@@ -210,6 +210,7 @@ def test_the_windows_of_an_inspection_do_not_show(copy, monkeypatch):
     copy.heals()
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), name=st.sampled_from([VALUES, GENES]))
 def test_a_flipped_bit_is_found_and_only_its_chunk_is_read_again(whole, store, tmp_path_factory, where, bit, name):
@@ -253,6 +254,7 @@ def test_a_flipped_bit_in_a_word(copy, bit):
     assert copy.heals().chunks_decoded <= 1
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("at", [0, 5, 8, 17, 24, 33, 45, 63])
 def test_a_damaged_header_discards_all_chunks(copy, at):
     copy.flip(f"{GENES}.sums", at)
@@ -264,6 +266,7 @@ def test_a_damaged_header_discards_all_chunks(copy, at):
     assert copy.heals().chunks_decoded == inspect_mirror(copy.entry).arrays["X/indices"].chunks
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("n_bytes", [0, 1, 8, 63, 64, 100, 10_000])
 def test_a_sums_file_of_another_size_discards_all_chunks(copy, n_bytes):
     copy.resize(f"{VALUES}.sums", n_bytes)
@@ -395,6 +398,7 @@ def test_a_replaced_column_is_intact(copy):
 # ---- the stored form
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("damage", ["chunk", "place", "truncated"])
 def test_damage_in_a_mirror_of_the_stored_form_is_found_and_mended(store, tmp_path, damage):
     cache = Cache(tmp_path, form="stored")

@@ -297,6 +297,7 @@ def _copy_of(full):
         file.unlink()
 
 
+@pytest.mark.slow
 @given(offset=st.integers(0, 2 * 95 - 1), change=st.integers(1, 255))
 def test_a_flipped_byte_of_the_elements_is_a_miss(full, offset, change):
     with _copy_of(full) as (cache, directory):
@@ -307,6 +308,7 @@ def test_a_flipped_byte_of_the_elements_is_a_miss(full, offset, change):
         assert full.missing(cache) == [offset // 20]
 
 
+@pytest.mark.slow
 @given(offset=st.integers(0, 64 + 8 * 30 - 1), change=st.integers(1, 255))
 def test_a_flipped_byte_of_the_words_is_a_miss(full, offset, change):
     """The words, and in the stored form the offsets and then the sizes of all chunks."""
@@ -326,6 +328,7 @@ def test_a_flipped_byte_of_the_words_is_a_miss(full, offset, change):
             assert offset >= 64 + 8 * 29
 
 
+@pytest.mark.slow
 @given(length=st.integers(0, 2 * 95 - 1))
 def test_truncated_elements_are_misses(full, length):
     with _copy_of(full) as (cache, directory):
@@ -333,6 +336,7 @@ def test_truncated_elements_are_misses(full, length):
         assert full.missing(cache) == list(range(length // 20, 10))
 
 
+@pytest.mark.slow
 @given(length=st.integers(0, 64 + 8 * 10 - 1))
 def test_truncated_words_are_misses(full, length):
     with _copy_of(full) as (cache, directory):
@@ -551,6 +555,7 @@ def test_a_process_killed_at_any_moment_leaves_no_wrong_values(nursery, tmp_path
     assert sum(0 < n < BIG.n_chunks for n in n_missing) > 100  # most were killed while filling
 
 
+@pytest.mark.slow
 def test_processes_killed_repeatedly_fill_the_mirror_in_the_end(nursery, tmp_path):
     """Two processes fill one mirror; the first is killed, then the second."""
     chance = random.Random(6)
@@ -595,6 +600,7 @@ def test_a_write_that_fails_warns_once_and_stays_correct(nursery, tmp_path):
     assert _check_present_chunks(tmp_path, BIG, BIG_TRUTH) == []
 
 
+@pytest.mark.slow
 def test_threads_that_open_a_new_cache_at_once_share_its_mirror(tmp_path, caplog):
     """The ranks of one machine do this."""
     n_threads = 8

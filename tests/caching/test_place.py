@@ -152,6 +152,7 @@ def test_a_subdirectory_of_a_directory_like_tmp_is_used(tmp_path, caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [False, True])
 def test_processes_that_start_at_once_agree(tmp_path, others):
     n_threads = 8

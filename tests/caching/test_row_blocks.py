@@ -118,7 +118,7 @@ def shared_cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("shared")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_epochs_are_those_without_a_cache(store, tmp_path, choice):
     check_epochs(opened(store), opened(store, compact(tmp_path)), **CHOICES[choice])
@@ -134,6 +134,7 @@ def test_one_cache_takes_all_choices(store, shared_cache):
     assert len(files_of(shared_cache, "rows")) == 5
 
 
+@pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     genes=st.lists(st.integers(0, N_GENES - 1), min_size=1, unique=True),
@@ -172,6 +173,7 @@ def test_joined_stores(folder, tmp_path, join, choice):
 NORMALIZED: dict[str, Any] = {"transforms": [zl.transforms.Normalize(50)], "dtype": "float64", "layout": "dense"}
 
 
+@pytest.mark.slow
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(genes=st.lists(st.integers(0, 39), min_size=1, unique=True), join=st.sampled_from(["outer", "inner"]))
 def test_any_normalized_panel_of_joined_stores(folder, shared_cache, genes, join):
@@ -186,6 +188,7 @@ def test_any_normalized_panel_of_joined_stores(folder, shared_cache, genes, join
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("join", "x", "enough"), [("outer", "X", 1), ("inner", "X", 0), ("outer", "layers/halves", 0)])
 def test_totals_of_stores_are_enough_if_a_join_keeps_them(folder, tmp_path, join, x, enough):
     """An inner join leaves out genes of the first store, and sums of fractions depend on the order of genes."""
@@ -232,7 +235,7 @@ def unsorted(path: Path) -> Path:
     return path
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("options", [{}, {"layout": "dense"}, {"genes": ["3", "2", "5"]}, {"dtype": "float64"}])
 def test_genes_in_any_order_and_repeated_ones(tmp_path, options):
     path = unsorted(tmp_path / "a.h5ad")
@@ -440,6 +443,7 @@ def check_after_damage(store: Path, cache: Path, genes: Any) -> None:
     assert verify(mirror.directory) == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_a_flipped_byte_of_any_block_is_noticed(store, copied, where, caplog):
     cache, genes = copied
@@ -479,6 +483,7 @@ def test_truncated_files(store, copied, suffix, share):
     check_after_damage(store, cache, genes)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("suffix", ["rows", "blocks"])
 def test_deleted_files(store, copied, suffix):
     cache, genes = copied
@@ -486,7 +491,7 @@ def test_deleted_files(store, copied, suffix):
     check_after_damage(store, cache, genes)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("word", [0, 7, 8, "offset", "size"])
 def test_a_damaged_sidecar(store, copied, word):
     """In the header, the word of a block, its offset, or its size, which may then be anywhere."""
@@ -533,7 +538,7 @@ def test_a_damaged_store_causes_the_same_error_as_without_a_cache(store, tmp_pat
 # ---- limits
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("genes", [None, SOME])
 @pytest.mark.parametrize("most", [1_000, 330_000, 355_000, 400_000])
 def test_a_small_cache_keeps_its_limit_and_values_are_right(store, tmp_path, most, genes):
@@ -557,7 +562,7 @@ print(json.dumps([rows[row] for row in sorted(rows)]))
 """
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [340_000, 10_000_000])
 def test_processes_with_two_panels_share_one_limit(interpreter, store, tmp_path, most):
     panels = [SOME, REVERSED[::2]]

@@ -135,6 +135,7 @@ def test_leases_are_acquired_in_turn_although_other_owners_live(tmp_path, nfs_lo
         fcntl.flock(turn.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_epochs_with_the_locks_of_nfs(store, tmp_path, shared, nfs_locks, form):
     loader = _loader(store, tmp_path / "cache", form)
@@ -260,6 +261,7 @@ def _zero(cache: Path, form: str, what: str) -> None:
             file.write(bytes(size // 3 if what == "words" and form != "decoded" else size))
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("form", "what"),
     [(form, what) for form in FORMS for what in ("chunks", "words", "places") if (form, what) != ("decoded", "places")],

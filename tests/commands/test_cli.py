@@ -140,6 +140,7 @@ def test_s3_through_flags_and_the_environment(h5ad, s3, monkeypatch):
     assert s3.storage_options["secret"] not in refused.stderr
 
 
+@pytest.mark.slow
 def test_info_foretells_what_an_epoch_costs(tmp_path):
     write_store(counts(700, 300), tmp_path / "cells.zarr", tmp_path)
     flags = {"batch_size": 16, "fetch_factor": 4, "block_size": 8}
@@ -157,6 +158,7 @@ def test_info_foretells_what_an_epoch_costs(tmp_path):
     assert shown["epoch"] | flags == shown["epoch"]
 
 
+@pytest.mark.slow
 def test_info_foretells_the_cost_of_sets_and_controls(tmp_path):
     write_store(counts(700, 300), tmp_path / "cells.zarr", tmp_path)
     flags = ("--group", "donor", "--group", "lane", "--set-size", 8, "--controls", "passed", "--match", "donor")

@@ -69,6 +69,7 @@ def test_cold_epochs_cost_what_info_foretells(store):
     assert {field.name for field in dataclasses.fields(zl.Statistics)} <= first.keys() | {"epoch"}
 
 
+@pytest.mark.slow
 def test_engines_read_the_same_rows_and_their_processor_time_counts(store):
     seen = documented(store, *FLAGS, "--epochs", 2, "--processes", 1)
     assert seen["processes"] == 1
@@ -144,6 +145,7 @@ def test_an_epoch_that_begins_with_a_part_of_the_mirror_is_mixed(store, tmp_path
     assert 0 < seen["epochs"][0]["figures"]["mirrored_before"] < 1
 
 
+@pytest.mark.slow
 def test_the_report_has_the_figures_of_the_json(store, tmp_path):
     report = tmp_path / "bench.html"
     flags = ("--cache", tmp_path / "cache", "--label", "cell_type", "--report", report, "--step-ms", 1)
@@ -203,6 +205,7 @@ def test_layouts_and_dtypes(store, layout):
     assert seen["epochs"][0]["complete"]
 
 
+@pytest.mark.slow
 def test_over_s3(s3, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.storage_options["key"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.storage_options["secret"])
@@ -245,6 +248,7 @@ def test_an_epoch_that_is_not_every_row_once_is_an_error(store):
     assert [epoch.complete for epoch in seen] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_stores_with_other_genes_and_several_matrices(store, tmp_path):
     adata = counts(60, 97)
     adata.var_names = [f"gene {gene}" for gene in range(90, 187)]

@@ -134,6 +134,7 @@ def test_ls_tells_the_part_of_a_copy_on_several_machines(tmp_path):
     assert "of one copy on several machines: 300 B, 30%" in zloader("cache", "ls", tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_warm_keeps_to_limits(store, tmp_path):
     done = zloader("warm", store, "--cache", tmp_path, "--max-bytes", "340kB", "--json")
     seen = json.loads(done.stdout)

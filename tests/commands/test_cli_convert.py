@@ -20,6 +20,7 @@ def write(path: Path, n_rows: int, seed: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_append_and_verify(tmp_path: Path) -> None:
     sources = [write(tmp_path / f"{name}.h5ad", rows, rows) for name, rows in (("a", 60), ("b", 50), ("c", 40))]
     store = tmp_path / "a.zarr"

@@ -40,6 +40,7 @@ def test_names_go_to_stdout_or_to_a_file(store, tmp_path):
     assert (tmp_path / "genes.txt").read_text().splitlines() == wanted
 
 
+@pytest.mark.slow
 def test_flags_are_options(store, tmp_path):
     wanted = chosen(store, 9, flavor="seurat", batch_key="plate", x="layers/more", transforms=[LogNormalize(1e3)])
     flags = ("--flavor", "seurat", "--batch-key", "plate", "--x", "layers/more", "--log-normalize", "1e3")

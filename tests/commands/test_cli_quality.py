@@ -39,6 +39,7 @@ def documented(*arguments):
     return json.loads(zloader("quality", *arguments, "--json").stdout)
 
 
+@pytest.mark.slow
 def test_each_cell_is_what_its_plan_has_and_costs(store):
     seen = documented(store, *FLAGS, "--link-speed", "1MB")
     assert (seen["rows"], seen["label"], seen["batch_size"]) == (ROWS, "plate", 16)
@@ -65,6 +66,7 @@ def test_speed_is_measured_when_asked(store):
     assert len({cell["rows_per_s"] for cell in seen["cells"]}) == 5
 
 
+@pytest.mark.slow
 def test_as_text_blocks_go_down_and_fetches_across(store):
     head, speed, columns, *lines, verdict, line = zloader("quality", store, *FLAGS).stdout.splitlines()
     assert re.fullmatch(
@@ -81,6 +83,7 @@ def test_as_text_blocks_go_down_and_fetches_across(store):
     assert line.startswith("loader = zl.Loader(dataset, batch_size=16, ")
 
 
+@pytest.mark.slow
 def test_the_default_is_measured_even_if_it_is_not_asked_for(store):
     seen = documented(store, *FLAGS)
     default = seen["default"]
@@ -93,6 +96,7 @@ def test_the_default_is_measured_even_if_it_is_not_asked_for(store):
     assert asked["cells"] == [asked["default"]] == [asked["recommended"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", ["X", pytest.param("layers/more", marks=pytest.mark.slow)])
 def test_the_line_makes_the_recommended_loader(store, x):
     seen = documented(store, "--label", "plate", "--batch-size", 4, "--block-sizes", "1,2", "--x", x)
@@ -107,6 +111,7 @@ def test_the_line_makes_the_recommended_loader(store, x):
     assert next(iter(loader)).x.shape == (4, 60)
 
 
+@pytest.mark.slow
 def test_the_page_and_the_picture(store, tmp_path):
     page, picture = tmp_path / "q.html", tmp_path / "q.png"
     zloader("quality", store, *FLAGS, "--html", page, "--png", picture)

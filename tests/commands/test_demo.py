@@ -232,6 +232,7 @@ def test_the_classifier_is_a_linear_layer_over_scaled_counts():
     torch.testing.assert_close(model(dense.to_sparse_csr()), wanted)
 
 
+@pytest.mark.slow
 def test_the_environment_is_the_demos_own_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("AWS_PROFILE", "mine")
@@ -248,6 +249,7 @@ def test_the_environment_is_the_demos_own_and_comes_back(tmp_path, monkeypatch):
     assert (demo_server.directory / "seaweedfs" / "data").is_dir()
 
 
+@pytest.mark.slow
 def test_only_what_went_well_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ZeroDivisionError), running_demo_server(keep=True):

@@ -96,6 +96,7 @@ browser = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @browser
 @pytest.mark.parametrize(
     ("name", "width", "dark"),
@@ -130,6 +131,7 @@ def test_what_a_browser_complains_about_is_noticed(tmp_path):
     assert "oops is not defined" in line
 
 
+@pytest.mark.slow
 @browser
 def test_it_can_be_printed(tmp_path):
     REPORTS["bench"]().write(tmp_path / "report.html")

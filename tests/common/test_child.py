@@ -83,6 +83,7 @@ def test_exceptions_are_raised_here(tmp_path: Path) -> None:
         assert type(caught.value).__name__ == kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crashes", [1, 2])
 def test_a_crash_repeats_the_call_in_a_new_process(tmp_path: Path, crashes: int) -> None:
     with clumsy(tmp_path, crashes, attempts=3) as child:
@@ -91,6 +92,7 @@ def test_a_crash_repeats_the_call_in_a_new_process(tmp_path: Path, crashes: int)
         assert answer(child.call("count")) == [crashes + 1, 2]
 
 
+@pytest.mark.slow
 def test_crashes_in_a_row_are_an_error(tmp_path: Path) -> None:
     with clumsy(tmp_path, 99, attempts=3) as child:
         words = r"ended with SIGSEGV \(this is the last line\), 3 times in a row"
@@ -150,6 +152,7 @@ def test_processes_are_kept_for_the_next_child(tmp_path: Path) -> None:
     assert not is_running(pid_of(tmp_path / "a"))
 
 
+@pytest.mark.slow
 def test_a_process_that_failed_is_not_used_again(tmp_path: Path) -> None:
     with children_kept():
         first = pid_of(tmp_path)
@@ -162,6 +165,7 @@ def test_a_process_that_failed_is_not_used_again(tmp_path: Path) -> None:
         assert pid_of(tmp_path) not in (first, second)
 
 
+@pytest.mark.slow
 def test_a_crash_counts_only_in_a_process_of_its_own(tmp_path: Path) -> None:
     with children_kept():
         first = pid_of(tmp_path)
@@ -208,6 +212,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_owner(interpreter: Any, tmp_path: Path) -> None:
     done = interpreter.run(OWNER, Path(__file__).parents[1], tmp_path)
     pid = int(done.stdout)

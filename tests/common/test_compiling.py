@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers import PATIENCE_S
 
 _CODE = """
@@ -21,6 +22,7 @@ print(count_bits(np.uint64(7)), next(iter(about_compiled())).value)
 """
 
 
+@pytest.mark.slow
 def test_loops_are_compiled_anew_and_a_warning_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _CODE]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": "/proc/none"}

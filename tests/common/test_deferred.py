@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers import PATIENCE_S, counts, write_store
 
 _EPOCH = """
@@ -47,6 +48,7 @@ def run(code: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_an_epoch_of_codes_and_numbers_imports_neither_pandas_nor_numba(tmp_path: Path) -> None:
     adata = counts(60, 20)
     write_store(adata, tmp_path / "counts.zarr", tmp_path)

@@ -48,6 +48,7 @@ def dataset(folder: Path) -> zl.Dataset:
     return zl.open_dataset(folder / "stored.zarr", cache=folder / "cache")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["zloader", "zloader.transforms", *MODULES])
 def test_examples_run(name, folder, dataset, monkeypatch):
     monkeypatch.chdir(folder)

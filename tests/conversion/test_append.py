@@ -147,6 +147,7 @@ def start(tmp_path: Path, template: Path) -> Path:
 # Results.
 
 
+@pytest.mark.slow
 def test_all_that_goes_by_rows(start: Path) -> None:
     more = [cells(60, 50, seed=1), cells(110, 1, seed=2), cells(111, 70, seed=3)]
     report = add(start, more[0])
@@ -166,6 +167,7 @@ def test_all_that_goes_by_rows(start: Path) -> None:
     assert json.loads(json.dumps(dataclasses.asdict(report)))["left_out"] == []
 
 
+@pytest.mark.slow
 def test_as_a_fresh_conversion_of_all(tmp_path: Path, start: Path, template: Path) -> None:
     more = [stored(tmp_path / f"{seed}.h5ad", cells(100 * seed, 40, seed=seed)) for seed in (1, 2)]
     for source in more:
@@ -237,6 +239,7 @@ def test_rows_that_are_not_canonical(tmp_path: Path) -> None:
     assert ad.read_zarr(tmp_path / "a.zarr").X.has_canonical_format
 
 
+@pytest.mark.slow
 def test_obs_of_every_kind(tmp_path: Path) -> None:
     first, second = full_anndata(), full_anndata()
     for adata in (first, second):
@@ -251,7 +254,7 @@ def test_obs_of_every_kind(tmp_path: Path) -> None:
         assert_same(getattr(out, part), getattr(ad.read_h5ad(tmp_path / "a.h5ad"), part))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("there", "more", "wanted"),
     [
@@ -294,6 +297,7 @@ def test_ordered_categories_of_a_part(tmp_path: Path) -> None:
     assert (list(out.cat.categories), out.cat.ordered) == (scale, True)
 
 
+@pytest.mark.slow
 def test_many_new_categories(tmp_path: Path) -> None:
     obs = frame(60, "c").assign(k=pd.Categorical(["one"] * 60))
     convert(write_h5ad(tmp_path / "a.h5ad", counts(), obs=obs), tmp_path / "a.zarr")
@@ -356,7 +360,7 @@ def recode(dest: Path, codecs: dict[str, Any]) -> None:
         zarr.consolidate_metadata(dest)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("codec", "recoded"), KEPT.values(), ids=KEPT.keys())
 def test_new_chunks_have_the_codecs_of_the_old(tmp_path: Path, codec: str, recoded: dict[str, Any] | None) -> None:
     dest = tmp_path / "a.zarr"
@@ -641,6 +645,7 @@ def test_all_that_is_wrong_is_said(tmp_path: Path, start: Path) -> None:
     assert_refused(start, match, *sources, error=errors.SourceError)
 
 
+@pytest.mark.slow
 def test_stores_that_cannot_grow(tmp_path: Path) -> None:
     adata = cells(0, 6, seed=0, n_genes=9)
     del adata.raw, adata.obs["nullable text"]
@@ -670,7 +675,7 @@ def test_a_store_does_not_grow_by_itself(start: Path) -> None:
 TEXT = str(PurePosixPath("obs/text", STRINGS))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("path", ["X/data", "X/indptr", "obsm/X_pca", "obs/float", TEXT, "obs/kind/categories"])
 def test_a_damaged_store_is_no_ground_to_build_on(start: Path, path: str) -> None:
     add(start, cells(60, 7, seed=1))  # so that the last objects are not full

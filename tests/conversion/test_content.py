@@ -151,6 +151,7 @@ def test_a_join_is_what_anndata_concat_makes(join, layouts):
     assert_as(built(contents(adatas, join=join)), concatenated(adatas, join))
 
 
+@pytest.mark.slow
 def test_files_are_joined_as_those_in_memory(tmp_path):
     adatas = [an_adata(0), an_adata(1, OTHERS, "csc")]
     with warnings.catch_warnings():

@@ -41,6 +41,7 @@ from zloader.common.progress import progress_bars
 from zloader.conversion.writing.encode import DtypeScan
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("module", ["convert", "append", "verify", "joining.selection", "sources.row_source"])
 def test_the_examples_in_the_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -51,7 +52,7 @@ def test_the_examples_in_the_docstrings_run(tmp_path: Path, monkeypatch: pytest.
     assert results.attempted >= 3
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bool", "int8", "uint16", "int64"])
 def test_values_come_out_as_they_went_in(tmp_path: Path, layout: str, dtype: str) -> None:
@@ -70,6 +71,7 @@ def test_values_come_out_as_they_went_in(tmp_path: Path, layout: str, dtype: str
     assert report.values == (60 * 300 if layout == "dense" else x.nnz)
 
 
+@pytest.mark.slow
 def test_everything_an_anndata_holds_is_kept(tmp_path: Path) -> None:
     adata = full_anndata()
     with ad.settings.override(allow_write_nullable_strings=True):
@@ -90,7 +92,7 @@ def test_everything_an_anndata_holds_is_kept(tmp_path: Path) -> None:
     assert json.loads(json.dumps(dataclasses.asdict(report)))["rows"] == 60
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1), (0, 5), (5, 0), (3, 4)], ids=str)
 @pytest.mark.parametrize("filled", [True, False], ids=["ones", "no-values"])
@@ -271,7 +273,7 @@ def test_no_dtype_loses_a_bit(values: list[float]) -> None:
         assert array.astype(scan.dtype).astype(np.float32).tobytes() == array.tobytes()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("n_genes", "stored"), [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65_536, "uint16"), (65_537, "int32")]
 )

@@ -184,7 +184,7 @@ def test_others_keep_their_files(source: Path, store: Path, stranger: str, state
     assert files(store) == before
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("stranger", ["notes.txt", "X/data/c/notes.txt", "b.zarr/zarr.json", "movie.mkv.partial"])
 @pytest.mark.parametrize("resume", [True, False])
 def test_others_keep_their_files_in_an_unfinished_store(
@@ -280,6 +280,7 @@ def stored(location: Location) -> dict[str, bytes]:
     return {key: filesystem.cat_file(f"{location.path}/{key}") for key in location.listing()}
 
 
+@pytest.mark.slow
 def test_on_s3_the_same_holds(source: Path, s3: Any) -> None:
     options = {"storage_options": s3.storage_options}
     location = Location(url=s3.url("a.zarr"), **options)
@@ -308,6 +309,7 @@ def test_signs_of_patterns_in_a_key_mean_themselves(tmp_path: Path, s3: Any) -> 
         assert zl.verify(s3.url(name), against=wanted, progress=False, **options).ok
 
 
+@pytest.mark.slow
 def test_an_object_that_shows_a_folder_is_nothing(source: Path, s3: Any) -> None:
     options = {"storage_options": s3.storage_options}
     location = Location(url=s3.url("a.zarr"), **options)
@@ -319,6 +321,7 @@ def test_an_object_that_shows_a_folder_is_nothing(source: Path, s3: Any) -> None
     assert zl.verify(location.url, against=source, progress=False, **options).ok
 
 
+@pytest.mark.slow
 def test_a_source_on_s3_lies_apart(tmp_path: Path, source: Path, s3: Any) -> None:
     """Also if the source lies in the store to be replaced: it would be deleted before its second pass."""
     options = {"storage_options": s3.storage_options}

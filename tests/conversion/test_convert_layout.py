@@ -43,6 +43,7 @@ def codec_names(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
     return [codec["name"] for codec in inner], [codec["name"] for codec in index]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")  # of the record array in uns
 def test_layout_is_the_one_promised(tmp_path: Path) -> None:
     with ad.settings.override(allow_write_nullable_strings=True):
@@ -109,7 +110,7 @@ def test_codecs(tmp_path: Path, codec: str, indices: list[str], data: list[str],
     np.testing.assert_array_equal(root["obsm/X_pca"][:], np.ones((60, 3)))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("array", ["X/indices", "X/data", "obs/kind/codes", "obs/_index", "obsm/X_pca"])
 def test_a_flipped_bit_is_noticed(tmp_path: Path, array: str) -> None:
     parts = {
@@ -186,6 +187,7 @@ def test_default_grid_of_an_atlas() -> None:
     assert 250 * 2**20 < cut.shard * 2 <= 256 * 2**20
 
 
+@pytest.mark.slow
 def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     with ad.settings.override(allow_write_nullable_strings=True):
         full_anndata().write_h5ad(tmp_path / "a.h5ad")
@@ -234,7 +236,7 @@ def test_window_size_does_not_show_in_the_store(tmp_path: Path) -> None:
         assert stores[0] == stores[1] == stores[2]
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_does_not_grow_with_the_matrix(tmp_path: Path, layout: str) -> None:
     x = sp.random(4000, 1000, 0.5, "csr", np.float32, random_state=0)  # 16 MB as CSR

@@ -92,7 +92,7 @@ def test_everything_is_there_after_resuming(tmp_path: Path) -> None:
         assert files(tmp_path / f"{survives}.zarr") == whole
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("key", ["X/indices/c/1", "X/data/c/0", "X/indptr/c/0"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
 def test_what_is_there_is_checked(tmp_path: Path, key: str, damage: str) -> None:
@@ -131,6 +131,7 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     assert files(tmp_path / "b.zarr") == whole
 
 
+@pytest.mark.slow
 def test_a_conversion_that_has_finished_is_complete(tmp_path: Path) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(), layers={"two": counts()})
     other, dest = write_h5ad(tmp_path / "b.h5ad", counts(), layers={"two": counts()}), tmp_path / "a.zarr"
@@ -202,6 +203,7 @@ def test_a_changed_file_of_a_zarr_source_is_noticed(tmp_path: Path) -> None:
         convert(source, dest, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finished", [False, True], ids=["interrupted", "finished"])
 def test_sources_in_another_order_are_another_conversion(tmp_path: Path, finished: bool) -> None:
     sources = [write_h5ad(tmp_path / f"{name}.h5ad", counts(seed=seed)) for seed, name in enumerate("ab")]
@@ -353,6 +355,7 @@ def test_a_bucket_that_fails_half_way(tmp_path: Path, s3: Any, sim: Any) -> None
     assert zl.verify(url, against=source, storage_options=s3.storage_options, progress=False).ok
 
 
+@pytest.mark.slow
 def test_uploads_that_were_under_way_are_ended(tmp_path: Path, s3: Any) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts())
     location = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)

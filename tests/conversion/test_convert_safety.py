@@ -421,6 +421,7 @@ def test_straight_to_s3(tmp_path: Path, s3: Any) -> None:
     np.testing.assert_array_equal(dense(out.X), counts(seed=5).toarray())
 
 
+@pytest.mark.slow
 def test_interrupted_on_s3(tmp_path: Path, s3: Any) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts())
     location = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)

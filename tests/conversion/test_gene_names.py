@@ -58,7 +58,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("genes_by", WAYS.values(), ids=WAYS)
 def test_datasets_and_stores_name_genes_alike(
     tmp_path: Path, human: ad.AnnData, mouse: ad.AnnData, genes_by: Any
@@ -100,6 +100,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("genes_by", "words"), REFUSED.values(), ids=REFUSED)
 def test_refused(tmp_path: Path, human: ad.AnnData, mouse: ad.AnnData, genes_by: Any, words: str) -> None:
     urls = [tmp_path / "human.zarr", tmp_path / "mouse.zarr"]

@@ -174,12 +174,14 @@ def converted(tmp_path: Path) -> Path:
     return tmp_path / "ours.zarr"
 
 
+@pytest.mark.slow
 def test_a_store_of_our_own(tmp_path: Path) -> None:
     path = converted(tmp_path)
     with only(open_inputs(path)) as one:
         assert_is(one, read(path))
 
 
+@pytest.mark.slow
 def test_a_store_of_our_own_without_one_of_its_objects(tmp_path: Path) -> None:
     path = converted(tmp_path)
     (path / "X/data/c/1").unlink()
@@ -333,6 +335,7 @@ def memory() -> Iterator[Any]:
     filesystem.rm("/zloader-test", recursive=True)
 
 
+@pytest.mark.slow
 def test_any_scheme_of_fsspec(tmp_path: Path, memory: Any) -> None:
     memory.put_file(str(write_full(tmp_path / "a.h5ad")), "/zloader-test/plates/a.h5ad")
     memory.put(str(write_zarr(tmp_path / "b.zarr", full_anndata())), "/zloader-test/plates/b.zarr", recursive=True)
@@ -432,6 +435,7 @@ def test_a_web_server_without_ranges(tmp_path: Path) -> None:
         open_inputs(f"{url}/a.h5ad")
 
 
+@pytest.mark.slow
 def test_what_fails_while_a_remote_source_is_read(tmp_path: Path, sim: Callable[..., Any]) -> None:
     served = tmp_path / "bucket"
     served.mkdir()

@@ -56,7 +56,7 @@ def test_anndata_reads_every_codec(tmp_path: Path, codec: str) -> None:
     np.testing.assert_array_equal(dense(out.layers["dense"]), counts().toarray())
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("consolidated", [True, False])
 def test_anndata_reads_it_with_and_without_consolidated_metadata(tmp_path: Path, consolidated: bool) -> None:
     with ad.settings.override(allow_write_nullable_strings=True):

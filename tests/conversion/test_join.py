@@ -115,6 +115,7 @@ def all_parts(draw):
     return parts, n_genes
 
 
+@pytest.mark.slow
 @given(all_parts())
 def test_rows_come_one_part_after_the_other_with_their_genes_renumbered(case):
     assert_joined(*case)

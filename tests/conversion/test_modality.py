@@ -52,6 +52,7 @@ def source_of(folder, form: str, modality: str):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["h5mu", "mod", "zarr"])
 @pytest.mark.parametrize("modality", ["rna", "adt"])
 def test_a_modality_is_what_mudata_has(written, form, modality):
@@ -83,6 +84,7 @@ def test_several_files_by_a_glob(written):
     assert zl.open_dataset(written / "a.zarr").n_obs == 180
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["h5mu", "zarr"])
 def test_resumes(written, form):
     source = source_of(written, form, "rna")

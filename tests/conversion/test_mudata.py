@@ -116,7 +116,7 @@ def _assert_frames(found: Any, wanted: Any) -> None:
                 assert_same(one[key], value)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cite.h5mu", "cite.zarr"])
 def test_the_store_is_what_mudata_has(written: Path, tmp_path: Path, name: str) -> None:
     source, store = written / name, tmp_path / "a.zarr"
@@ -133,7 +133,7 @@ def test_the_store_is_what_mudata_has(written: Path, tmp_path: Path, name: str) 
     assert zl.convert(source, store, options=SMALL, resume=True, progress=False).already_complete
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shuffle_seed": 3}, {"order": "hilbert:spatial"}, {"codec": "none"}])
 def test_one_order_holds_for_all_modalities(written: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     source, store = written / "cite.h5mu", tmp_path / "a.zarr"
@@ -165,6 +165,7 @@ def test_one_order_holds_for_all_modalities(written: Path, tmp_path: Path, optio
             np.testing.assert_array_equal(x, dense(adata[names[has.numpy()]].X))
 
 
+@pytest.mark.slow
 def test_a_selection_holds_for_every_modality(written: Path, tmp_path: Path) -> None:
     zl.convert(
         written / "cite.h5mu",
@@ -200,6 +201,7 @@ def test_options_that_a_mudata_does_not_take(written: Path, tmp_path: Path, sele
     assert not (tmp_path / "a.zarr").exists()
 
 
+@pytest.mark.slow
 def test_several_are_joined_by_modality(written: Path, tmp_path: Path) -> None:
     one, other = cite(), cite(50, seed=7, prefix="other")
     other.mod["rna"] = other["rna"][:, 5:].copy()
@@ -259,6 +261,7 @@ def test_sources_that_do_not_fit_together(written: Path, tmp_path: Path) -> None
     assert any("is no MuData in the store" in problem.what for problem in problems)
 
 
+@pytest.mark.slow
 def test_a_store_of_modalities_does_not_grow(written: Path, tmp_path: Path) -> None:
     zl.convert(written / "cite.h5mu", tmp_path / "a.zarr", progress=False)
     before = files(tmp_path / "a.zarr")
@@ -268,7 +271,7 @@ def test_a_store_of_modalities_does_not_grow(written: Path, tmp_path: Path) -> N
     assert files(tmp_path / "a.zarr") == before
 
 
-@pytest.mark.every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("survives", [20, 0, 3, 40, 60])
 def test_resumes(written: Path, tmp_path: Path, survives: int) -> None:
     source, dest = written / "cite.h5mu", tmp_path / "a.zarr"
@@ -284,6 +287,7 @@ def test_resumes(written: Path, tmp_path: Path, survives: int) -> None:
     assert files(dest) == files(tmp_path / "whole.zarr")
 
 
+@pytest.mark.slow
 def test_is_replaced_as_a_whole(written: Path, tmp_path: Path) -> None:
     dest = tmp_path / "a.zarr"
     shutil.copytree(written / "cite.zarr", dest)  # as mudata wrote it
@@ -327,6 +331,7 @@ def _twice(store: Path) -> None:
     root["obsmap/adt"][int(held[0])] = int(root["obsmap/adt"][int(held[1])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "where", "alone"),
     [
@@ -346,6 +351,7 @@ def test_verify_finds_damage(written: Path, tmp_path: Path, damage: Any, where: 
     assert any(problem.where.startswith(where) for problem in problems), problems
 
 
+@pytest.mark.slow
 def test_verify_compares_every_part(written: Path, tmp_path: Path) -> None:
     zl.convert(written / "cite.h5mu", tmp_path / "a.zarr", progress=False)
     other = cite()
@@ -369,6 +375,7 @@ def test_verify_of_a_file_where_it_lies(tmp_path: Path) -> None:
     assert verified.ok, verified.problems
 
 
+@pytest.mark.slow
 def test_a_modality_of_the_store_is_a_source_and_a_dataset(written: Path, tmp_path: Path) -> None:
     zl.convert(written / "cite.h5mu", tmp_path / "a.zarr", progress=False)
     wanted = mudata.read(written / "cite.h5mu")["adt"]
@@ -403,6 +410,7 @@ def _empty(root: Any) -> None:
         del root[f"mod/{name}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -425,6 +433,7 @@ def test_damaged_sources(written: Path, tmp_path: Path, damage: Any, words: str)
     assert not (tmp_path / "a.zarr").exists()
 
 
+@pytest.mark.slow
 def test_commands(written: Path, tmp_path: Path) -> None:
     store, source = str(tmp_path / "a.zarr"), str(written / "cite.h5mu")
     for arguments in (

@@ -277,7 +277,7 @@ def test_columns(place, name, existing, tmp_path):
     assert stored == (name not in REFUSED_COLUMNS)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", COLUMNS)
 def test_frames(name, existing, tmp_path):
     stored = check("obsm", lambda: pd.DataFrame({"a": COLUMNS[name](N_ROWS)}), existing, tmp_path / "a.zarr")

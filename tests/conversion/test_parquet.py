@@ -93,6 +93,7 @@ def assert_is_adata(store: Path, wanted: ad.AnnData = ADATA) -> None:
     pd.testing.assert_frame_equal(found.var.astype(object), wanted.var.astype(object), check_dtype=False)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(MARKED)
 @pytest.mark.parametrize("rows", [100, 7])
 @pytest.mark.parametrize("how", [{}, {"marker": False}, {"names": ("gene_token_id", "gene_expression")}])
@@ -119,6 +120,7 @@ def test_the_marker_is_said_once(tmp_path):
     zl.convert(source(tmp_path), tmp_path / "b.zarr", progress=False)  # warnings are errors
 
 
+@pytest.mark.every(3)
 @pytest.mark.filterwarnings(MARKED)
 @pytest.mark.parametrize("given", ["glob", "list", "file"])
 def test_files_are_one_source(tmp_path, given):
@@ -132,6 +134,7 @@ def test_files_are_one_source(tmp_path, given):
     assert report.bytes_in == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(MARKED, "ignore:Observation names are not unique")
 def test_beside_other_sources_shuffled_and_appended(tmp_path):
     write(tmp_path)
@@ -155,6 +158,7 @@ def test_beside_other_sources_shuffled_and_appended(tmp_path):
         assert found.obs[name].astype(object).tolist() == wanted.obs[name].astype(object).tolist(), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(MARKED)
 @pytest.mark.parametrize("survives", [5, 30, 45])
 def test_resumes(tmp_path, survives):
@@ -202,6 +206,7 @@ def test_no_cells(tmp_path):
     assert zl.open_dataset(tmp_path / "a.zarr").n_obs == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(MARKED)
 def test_from_hugging_face_at_one_commit(tmp_path):
     hub = Hub(tmp_path)
@@ -234,6 +239,7 @@ def changed(row: int, column: int, change) -> pa.Table:
     return whole.set_column(column, whole.field(column), pa.array(lists, whole.field(column).type))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("row", "column", "change", "words"),
     [
@@ -337,6 +343,7 @@ def with_names(folder: Path, kind: str, names=NAMES, rows: int = 100) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [100, 7])
 @pytest.mark.parametrize("kind", TEXT)
 def test_lists_of_names_with_gene_metadata(tmp_path, monkeypatch, kind, rows):
@@ -350,6 +357,7 @@ def test_lists_of_names_with_gene_metadata(tmp_path, monkeypatch, kind, rows):
     assert zl.verify(tmp_path / "a.zarr", against=source(tmp_path), progress=False).ok
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", TEXT)
 def test_lists_of_names_make_var_themselves(tmp_path, kind):
     names = np.random.default_rng(3).permutation(NAMES)

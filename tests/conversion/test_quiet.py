@@ -345,6 +345,7 @@ def large_array() -> tuple[zarr.Array[Any], Any]:
     return array, values
 
 
+@pytest.mark.slow
 def test_an_upload_is_aborted_when_its_parts_have_ended(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part uploaded after the abort would be billed, but invisible."""
     location = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)

@@ -39,6 +39,7 @@ def test_points_at_one_place_and_none_at_all() -> None:
     assert on_curve(np.ones((0, 2))).tolist() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_axes", [2, 3])
 def test_the_same_cells_in_another_order(tmp_path: Path, n_axes: int) -> None:
     adata = slide(200, n_axes=n_axes)

@@ -39,6 +39,7 @@ def assert_equals(store, adata: ad.AnnData) -> None:
     assert set(found.obs.columns) == set(adata.obs.columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"n_values": ADATA.X.nnz}])
 def test_a_source_of_ones_own_becomes_what_its_anndata_becomes(tmp_path, monkeypatch, given):
     monkeypatch.setattr(row_source, "MOST_BYTES", 20_000)

@@ -40,6 +40,7 @@ def write(folder, adata=None, dtype="float32"):
     return folder
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("most", [8 * 700, 16 << 20])
 @pytest.mark.parametrize("dtype", ["float32", "uint16", "float16"])
 def test_the_same_cells_written_both_ways_are_equal(tmp_path, monkeypatch, most, dtype):
@@ -71,6 +72,7 @@ def test_the_library_can_read_it_afterwards_and_a_reader_needs_no_right_to_write
     assert files(atlas) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("survives", [5, 25])
 def test_resumes(tmp_path, survives):
     atlas = write(tmp_path / "atlas")

@@ -199,6 +199,7 @@ def test_no_room() -> None:
     assert open_spills() == 0
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_matrix() -> None:
     """A matrix of 16 MB takes as much memory as one of 4 MB: a few windows."""
     window_bytes = 1 << 18

@@ -92,6 +92,7 @@ def atlas(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [16 * 700, 16 << 20])
 @pytest.mark.parametrize("value", [np.uint16, np.float32])
 def test_the_same_cells_written_both_ways_are_equal(tmp_path, monkeypatch, atlas, batch, value):
@@ -120,6 +121,7 @@ def with_layers():
     return adata
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [16 * 700, 16 << 20])
 def test_layers(tmp_path, monkeypatch, atlas, batch):
     monkeypatch.setattr(slaf, "MOST_BYTES", batch)
@@ -143,6 +145,7 @@ def test_layers(tmp_path, monkeypatch, atlas, batch):
     np.testing.assert_array_equal(ad.read_zarr(tmp_path / "c.zarr").X.toarray(), adata.layers["spliced"].toarray())
 
 
+@pytest.mark.slow
 def test_wrong_layers(tmp_path, atlas):
     tables = write(atlas, with_layers())
     config = json.loads((atlas / "config.json").read_text())
@@ -161,6 +164,7 @@ def test_wrong_layers(tmp_path, atlas):
             zl.convert(atlas, tmp_path / "b.zarr", progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("survives", [5, 25])
 def test_resumes(tmp_path, atlas, survives):
     zl.convert(atlas, tmp_path / "whole.zarr", options=SMALL, progress=False)
@@ -189,6 +193,7 @@ def test_starts_at_any_row(atlas, monkeypatch):
         np.testing.assert_array_equal(x, wanted[first:].toarray())
 
 
+@pytest.mark.slow
 def test_in_a_bucket(tmp_path, atlas, s3):
     import s3fs
 

@@ -70,7 +70,7 @@ def assert_is(store, wanted: ad.AnnData) -> None:
     assert found.var["symbol"].tolist() == wanted.var["symbol"].tolist()
 
 
-@pytest.mark.every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("block_bytes", [40 * 3000, 1 << 28])
 @pytest.mark.parametrize("layer", ["raw", "two"])
 @pytest.mark.parametrize("where", [None, "tissue == 'lung' and dose > 20", "dose < 5 or dose >= 124.5"])
@@ -89,6 +89,7 @@ def test_the_cells_are_those_of_the_library(tmp_path, experiment, monkeypatch, l
         )
 
 
+@pytest.mark.slow
 def test_the_same_cells_from_h5ad_are_equal(tmp_path, experiment):
     zl.convert(zl.Soma(f"soma://{experiment}", layer="raw", measurement="RNA"), tmp_path / "a.zarr", progress=False)
     cells().write_h5ad(tmp_path / "a.h5ad")
@@ -101,6 +102,7 @@ def test_the_same_cells_from_h5ad_are_equal(tmp_path, experiment):
     assert one.obs["note"].dtype == other.obs["note"].dtype
 
 
+@pytest.mark.slow
 def test_a_directory_with_one_matrix_needs_no_options(tmp_path):
     adata = cells()
     del adata.layers["two"]
@@ -158,6 +160,7 @@ def test_a_changed_experiment_is_noticed(tmp_path, experiment):
     assert not zl.verify(tmp_path / "a.zarr", against=source, progress=False).ok
 
 
+@pytest.mark.slow
 def test_cells_and_genes_without_names_as_in_the_census(tmp_path):
     import pyarrow as pa
 
@@ -187,7 +190,7 @@ def test_cells_and_genes_without_names_as_in_the_census(tmp_path):
 found_names = ("soma_dim_0", "soma_dim_1", "soma_data")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -243,6 +246,7 @@ def crashing(tmp_path, experiment, monkeypatch):
     return source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "left", [{"table": 1, "counts": 1}, pytest.param({"names": 2, "table": 3, "counts": 4}, marks=pytest.mark.slow)]
 )
@@ -263,6 +267,7 @@ def test_a_crash_at_every_attempt_is_an_error(tmp_path, experiment, crashing):
     assert_is(tmp_path / "a.zarr", wanted_of(experiment, where="tissue == 'lung' and dose > 20"))
 
 
+@pytest.mark.slow
 def test_a_process_in_the_place_of_another_reads_the_same_cells(tmp_path, experiment, monkeypatch):
     """Cells that are added meanwhile are not mixed with those of the beginning."""
     shutil.copytree(experiment, tmp_path / "a")

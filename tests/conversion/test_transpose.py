@@ -49,6 +49,7 @@ def canonical(x: Any) -> sp.csr_matrix:
     return x
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     x=any_csr(),
@@ -158,6 +159,7 @@ def both_passes(matrix: SourceMatrix) -> None:
     consumed(matrix.windows())
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_matrix() -> None:
     """A matrix of 16 MB takes as much memory as one of 4 MB: a few windows."""
     window_bytes = 1 << 18

@@ -201,6 +201,7 @@ def test_categories_have_a_kind():
     assert not is_storable(kind_of(pd.cut(series([1, 2]), 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", ["write_h5ad", "write_zarr"])
 def test_metadata_of_a_file_tell_the_kinds_of_its_columns(write, tmp_path):
     adata = full_anndata()

@@ -95,6 +95,7 @@ def store(sound: Path, tmp_path: Path) -> Path:
 # ---- intact stores
 
 
+@pytest.mark.slow
 def test_a_sound_store(sound: Path) -> None:
     seen = check(sound, against=sound.with_name("a.h5ad"))
     assert seen.problems == ()
@@ -112,7 +113,7 @@ def test_a_sound_store(sound: Path) -> None:
     assert json.loads(json.dumps(dataclasses.asdict(seen)))["problems"] == []
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 @pytest.mark.parametrize("options", [SMALL, SHUFFLED], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(tmp_path: Path, layout: str, options: zl.ConvertOptions) -> None:
@@ -123,6 +124,7 @@ def test_every_layout(tmp_path: Path, layout: str, options: zl.ConvertOptions) -
     assert found(tmp_path / "a.zarr", against=source) == []
 
 
+@pytest.mark.slow
 def test_full_and_shuffled(tmp_path: Path) -> None:
     source = write_full(tmp_path / "a.h5ad")
     convert(source, tmp_path / "a.zarr", SHUFFLED)
@@ -147,7 +149,7 @@ def test_joined_sources(tmp_path: Path) -> None:
     assert ("obs", "has 60 rows, but 30 in the sources") in problems
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "select", [{"x": "layers/csr"}, {"x": "raw/X", "layers": []}, {"obs": ["kind"], "obsm": []}], ids=str
 )
@@ -175,7 +177,7 @@ def test_next_to_nothing(tmp_path: Path, layout: str, shape: tuple[int, int]) ->
 # ---- stores written by other programs
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_store_that_anndata_wrote(tmp_path: Path, sharded: bool) -> None:
     adata = full_anndata()
@@ -371,7 +373,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(("arrays", "wanted"), FORMS.values(), ids=FORMS.keys())
 def test_a_matrix_that_is_not_canonical(tmp_path: Path, arrays: dict[str, Any], wanted: dict[str, str]) -> None:
     problems = found(by_hand(tmp_path / "a.zarr", **{"x": X} | arrays))
@@ -452,6 +454,7 @@ def test_indptr_against_the_slow_oracle(entries: list[int], data: st.DataObject)
     assert [problem.what for problem in findings.problems()] == wanted
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["X/indices", "layers/dense", "uns/large"])
 def test_a_shard_is_read_in_pieces_of_any_size(sound: Path, name: str) -> None:
     """Shards of real stores are larger than one read."""
@@ -633,6 +636,7 @@ def test_differences_are_named(sound: Path, changes: list[Change], wanted: dict[
     assert_named(found(sound, against=adata), wanted)
 
 
+@pytest.mark.slow
 def test_a_row_missing_and_another_order(tmp_path: Path) -> None:
     adata = full_anndata()
     convert(write_full(tmp_path / "a.h5ad"), tmp_path / "a.zarr")

@@ -82,6 +82,7 @@ def test_zarr_v2(tmp_path: Path, compressor: Any, separator: str, mirrored: bool
     rows_are_right(store, tmp_path / "cache" if mirrored else None)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("filters", [[numcodecs.Delta("<f4")], [numcodecs.Delta("<f4"), numcodecs.Shuffle(4)]])
 @pytest.mark.parametrize("compressor", [None, numcodecs.Zstd()], ids=["plain", "zstd"])
 def test_zarr_v2_with_filters(tmp_path: Path, filters: list[Any], compressor: Any) -> None:
@@ -111,6 +112,7 @@ V3 = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("options", V3.values(), ids=V3.keys())
 def test_zarr_v3_with_codecs_of_numcodecs(tmp_path: Path, options: dict[str, Any]) -> None:
     """Counts have exact differences, also as float32. Other writers use chunks of another size than convert."""
@@ -149,6 +151,7 @@ def test_a_codec_whose_package_is_missing_is_named(
             use()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_dense_by_rows(tmp_path: Path, zarr_format: int) -> None:
     def matrix(root: zarr.Group) -> None:
@@ -161,6 +164,7 @@ def test_dense_by_rows(tmp_path: Path, zarr_format: int) -> None:
     np.testing.assert_array_equal(dense(taken), ADATA.X[[5, 299, 0]].toarray())
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "keys", [{"name": "v2", "separator": "."}, {"name": "default", "separator": "."}], ids=["keys of v2", "dots"]
 )
@@ -169,7 +173,7 @@ def test_zarr_v3_with_other_keys(tmp_path: Path, keys: Any, shards: tuple[int] |
     rows_are_right(write(tmp_path / "a.zarr", csr((500, 500), shards=shards, chunk_key_encoding=keys), 3))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("form", [None, "decoded", "stored"])
 @pytest.mark.parametrize("order", ["reversed", "mixed", "apart"])
 def test_a_shard_may_hold_its_chunks_in_any_order(tmp_path: Path, order: str, form: Any) -> None:
@@ -209,6 +213,7 @@ def test_a_chunk_that_was_never_written_is_fill_value(tmp_path: Path, zarr_forma
     np.testing.assert_array_equal(dense(out), zeroed.X.toarray())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("compressor", ["zstd", "lz4", "bz2", "zlib"])
 def test_bytes_that_do_not_decode_are_an_error(tmp_path: Path, compressor: str) -> None:
     store = write(tmp_path / "a.zarr", csr((500, 700), compressors=V2[compressor]), 2)
@@ -234,7 +239,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(15)
 @pytest.mark.parametrize("name", BOMBS)
 @pytest.mark.parametrize("path", ["obs/cell_type/codes", "obs/cell_type/categories", "X/indptr"])
 def test_a_decompression_bomb_in_an_array_that_zarr_reads(tmp_path: Path, path: str, name: str) -> None:
@@ -251,6 +256,7 @@ def test_a_decompression_bomb_in_an_array_that_zarr_reads(tmp_path: Path, path: 
         tracemalloc.stop()
 
 
+@pytest.mark.every(3)
 @pytest.mark.any_version  # zarr reads shards in several ways
 @pytest.mark.parametrize("location", ["start", "end"])
 @pytest.mark.parametrize("dtype", ["string", "int32"])

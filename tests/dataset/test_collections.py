@@ -200,6 +200,7 @@ def test_the_same_minibatches_as_of_one_store_with_all_rows(pool, tmp_path):
     assert digest(zl.Loader(one, **sizes)) == digest(zl.Loader(several, **sizes))
 
 
+@pytest.mark.slow
 def test_layers_and_raw_of_several_stores(tmp_path):
     adatas = [counts(30, N_GENES, seed=1), counts(20, N_GENES, seed=2)]
     for number, adata in enumerate(adatas):
@@ -233,6 +234,7 @@ def test_bytes_in_flight_are_bounded_over_all_stores(pool):
 # ------------------------------------------------------------------------------------------- collections
 
 
+@pytest.mark.slow
 def test_a_collection_opens_from_its_url_in_the_order_of_its_numbers(tmp_path):
     adatas = [named(counts(n + 1, N_GENES, seed=n), f"{n}:") for n in range(12)]
     dataset = zl.open_dataset(write_collection(adatas, tmp_path / "c.zarr"), cache=tmp_path / "cache")
@@ -249,6 +251,7 @@ def test_a_collection_opens_from_its_url_in_the_order_of_its_numbers(tmp_path):
     assert loader.statistics().gets == 0
 
 
+@pytest.mark.slow
 def test_a_collection_takes_one_listing(tmp_path, sim):
     adatas = [counts(9, N_GENES, seed=n) for n in range(3)]
     write_collection(adatas, tmp_path / "bucket" / "c.zarr")
@@ -260,6 +263,7 @@ def test_a_collection_takes_one_listing(tmp_path, sim):
     assert dataset.stores[2].location.url == "s3://bucket/c.zarr/dataset_2"
 
 
+@pytest.mark.slow
 def test_lists_hold_collections_and_stores_from_disk_and_s3(pool, s3, tmp_path):
     adatas = [counts(11, N_GENES, seed=n) for n in range(2)]
     write_store(POOL["one row"], s3.url("one.zarr"), tmp_path, storage_options=s3.storage_options)
@@ -271,6 +275,7 @@ def test_lists_hold_collections_and_stores_from_disk_and_s3(pool, s3, tmp_path):
         zl.open_dataset([*urls, tmp_path / "nothing.zarr"], storage_options=s3.storage_options)
 
 
+@pytest.mark.slow
 def test_a_collection_that_lacks_a_dataset_is_refused(tmp_path):
     write_collection([counts(5, N_GENES), counts(5, N_GENES), counts(5, N_GENES)], tmp_path / "c.zarr")
     shutil.rmtree(tmp_path / "c.zarr" / "dataset_1")
@@ -284,6 +289,7 @@ def test_a_collection_that_lacks_a_dataset_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------------- genes
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("genes", "says"),
     [
@@ -452,6 +458,7 @@ def test_a_fingerprint_is_of_all_stores_in_their_order(pool):
     assert len({one.fingerprint, two.fingerprint, both.fingerprint, swapped.fingerprint}) == 4
 
 
+@pytest.mark.slow
 def test_datasets_of_several_stores_pickle(tmp_path):
     adatas = [counts(11, N_GENES, seed=n) for n in range(2)]
     write_collection(adatas, tmp_path / "c.zarr")

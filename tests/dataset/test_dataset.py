@@ -61,6 +61,7 @@ def epoch(dataset: zl.Dataset, **options) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------ description
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("place", ["path", "str", "file URL", "s3"])
 def test_a_dataset_describes_itself(pristine, place, request, tmp_path):
     storage_options = None
@@ -202,6 +203,7 @@ def test_nothing_there(tmp_path, s3):
         zl.open_dataset("s3://no-such-bucket/counts.zarr", storage_options=s3.storage_options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{"secret": "not the secret"}, {"key": "nobody", "secret": "nothing"}])
 def test_wrong_credentials(s3, tmp_path, wrong):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
@@ -220,7 +222,7 @@ def test_credentials_that_stop_working_before_the_first_read(s3, tmp_path):
     assert "changed meanwhile" not in str(caught.value)
 
 
-@pytest.mark.every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["environment", "file", "profile variable", "profile option"])
 def test_credentials_from_the_surroundings_serve_listing_and_reads_alike(s3, tmp_path, monkeypatch, where):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
@@ -243,6 +245,7 @@ def test_credentials_from_the_surroundings_serve_listing_and_reads_alike(s3, tmp
     assert sorted(epoch(zl.open_dataset(s3.url("counts.zarr"), storage_options=options))) == list(range(120))
 
 
+@pytest.mark.slow
 def test_credentials_may_be_mended_in_a_running_process(s3, tmp_path, monkeypatch):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     # A unique option, because fsspec may still cache a client with the same options and other credentials.
@@ -254,6 +257,7 @@ def test_credentials_may_be_mended_in_a_running_process(s3, tmp_path, monkeypatc
     assert zl.open_dataset(s3.url("counts.zarr"), storage_options=options).n_obs == 120
 
 
+@pytest.mark.slow
 def test_secrets_are_not_shown(s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     dataset = zl.open_dataset(s3.url("counts.zarr"), storage_options=s3.storage_options)
@@ -351,6 +355,7 @@ def test_a_deleted_column_is_named_and_not_read_as_zeros(store, victim):
         epoch(zl.open_dataset(store), obs=["cell_type", "lane"])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("change", [lambda p: np.roll(p, 1), lambda p: p + 1, lambda p: p[:-1]])
 def test_a_wrong_indptr_is_refused(pristine, tmp_path, change):
     """In a store that anndata wrote; ours has checksums that would fail first."""

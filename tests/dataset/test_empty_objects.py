@@ -204,6 +204,7 @@ METADATA = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("writer", METADATA)
 def test_metadata(written, tmp_path, writer, cut):
@@ -250,6 +251,7 @@ def test_stores_of_a_collection(written, tmp_path):
 # ---- mirrors
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("key", ["obs/whole/c/0", "obs/label/codes/c/0", "obsm/e/c/0/0", "X/indptr/c/0", "X/data/c/0"])
 def test_nothing_of_it_comes_into_a_mirror(store, tmp_path, key):
     with damaged(store, key, "empty") as size:
@@ -373,6 +375,7 @@ def test_sources_are_refused(written, tmp_path, writer, cut):
             assert not (tmp_path / "b.zarr/zarr.json").exists()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("writer", SOURCES)
 def test_an_empty_object_of_a_source_costs_no_store(written, tmp_path, writer):
     """The existing store is not replaced, although `convert` reads obs and uns late."""
@@ -392,6 +395,7 @@ def test_a_source_in_a_zip_file(written, tmp_path, path):
     assert {key for key, _, _ in location.objects()} == set(files(written("ours")))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "key", ["X/data/c/0", "X/indptr/c/1", "obs/text/c/1", "obs/label/codes/c/0", "obs/whole/zarr.json"]
 )
@@ -406,6 +410,7 @@ def test_append(store, tmp_path, written, key):
     assert zl.verify(store, progress=False).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_verify_names_it(store, cut):
     for named in [

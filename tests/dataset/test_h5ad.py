@@ -92,7 +92,7 @@ def rows_are_right(path: Path, cache: Path | zl.Cache | None = None, adata: ad.A
     return dataset
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(60)
 @pytest.mark.parametrize("cached", [None, "decoded", "stored"])
 @pytest.mark.parametrize("chunks", [(999,), True])
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS.keys())
@@ -119,7 +119,7 @@ ODD: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("x", "options"), ODD.values(), ids=ODD.keys())
 def test_odd_files(tmp_path: Path, x: Any, options: dict[str, Any]) -> None:
     if scipy.sparse.issparse(x) and x.indices.dtype == np.int64:
@@ -131,7 +131,7 @@ def test_odd_files(tmp_path: Path, x: Any, options: dict[str, Any]) -> None:
     rows_are_right(path, adata=adata)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(18)
 @pytest.mark.parametrize("shape", [(0, 5), (1, 5), (3, 0), (4, 1)])
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("compression", [None, "gzip"])
@@ -169,6 +169,7 @@ def test_chunks_that_were_never_written_are_fill_values(tmp_path: Path) -> None:
     rows_are_right(path, adata=ad.AnnData(scipy.sparse.csr_matrix(x), obs=ADATA.obs, var=ADATA.var))
 
 
+@pytest.mark.slow
 def test_a_chunk_that_does_not_compress_is_stored_as_it_is(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 1 << 62, (300, 120))
     x[:100] = 7
@@ -180,6 +181,7 @@ def test_a_chunk_that_does_not_compress_is_stored_as_it_is(tmp_path: Path) -> No
         np.testing.assert_array_equal(zl.open_dataset(path).take(slice(None)).X, x)
 
 
+@pytest.mark.slow
 def test_all_parts_are_as_anndata_reads_them(tmp_path: Path) -> None:
     adata = ADATA.copy()
     rng = np.random.default_rng(0)
@@ -208,6 +210,7 @@ def test_all_parts_are_as_anndata_reads_them(tmp_path: Path) -> None:
         np.testing.assert_array_equal(dense(minibatch.x["raw/X"]), wanted.raw.X.toarray())
 
 
+@pytest.mark.slow
 def test_large_arrays_of_strings_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ADATA.write_h5ad(tmp_path / "a.h5ad")
     monkeypatch.setattr(hdf5_store, "_STRINGS", 128)
@@ -215,6 +218,7 @@ def test_large_arrays_of_strings_are_read_in_windows(tmp_path: Path, monkeypatch
     assert zl.open_dataset(tmp_path / "a.h5ad").obs_names.tolist() == ADATA.obs_names.tolist()
 
 
+@pytest.mark.slow
 def test_a_file_and_a_store_have_the_same_order_and_states(tmp_path: Path) -> None:
     write_store(ADATA, tmp_path / "a.zarr", tmp_path)
     path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
@@ -252,6 +256,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("kind", "words"), REFUSED.items())
 def test_what_is_refused_and_why(tmp_path: Path, kind: str, words: str) -> None:
     path = write(tmp_path / "a.h5ad", X.tocsc() if kind == "CSC" else X)
@@ -311,6 +316,7 @@ def test_a_file_is_opened_again_from_the_cache_alone(tmp_path: Path) -> None:
     assert sorted(np.concatenate(seen)) == list(range(300))
 
 
+@pytest.mark.slow
 def test_twenty_flipped_bytes_of_a_file_with_checksums_are_found(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5ad", chunks=(999,), fletcher32=True)
     original = path.read_bytes()
@@ -394,6 +400,7 @@ def urls_of(dataset: zl.Dataset) -> list[str]:
     return [store.location.url for store in dataset.stores]
 
 
+@pytest.mark.slow
 def test_files_in_a_bucket(tmp_path: Path, sim: Any) -> None:
     bucket = tmp_path / "bucket"
     (bucket / "plates").mkdir(parents=True)
@@ -417,6 +424,7 @@ def test_files_in_a_bucket(tmp_path: Path, sim: Any) -> None:
         assert sorted(np.concatenate([check_minibatch(each, ADATA) for each in loader])) == list(range(300))
 
 
+@pytest.mark.slow
 def test_a_glob_is_the_sorted_files(tmp_path: Path) -> None:
     for name in ("b", "a", "a[1]"):
         write(tmp_path / f"{name}.h5ad")
@@ -429,6 +437,7 @@ def test_a_glob_is_the_sorted_files(tmp_path: Path) -> None:
         zl.open_dataset("http://127.0.0.1:9/*.h5ad")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"chunks": (500,), "compression": "gzip"}], ids=["in one piece", "gzip"])
 def test_verify_reads_every_chunk_and_compares_with_h5py(tmp_path: Path, options: dict[str, Any]) -> None:
     adata = ADATA.copy()
@@ -463,6 +472,7 @@ def test_a_damaged_chunk_is_named_by_verify(tmp_path: Path) -> None:
     assert "fletcher32" in problem.what
 
 
+@pytest.mark.slow
 def test_verify_reads_the_records_that_scanpy_puts_into_uns(tmp_path: Path) -> None:
     names = np.rec.array([("TP53", "MYC"), ("GAPDH", "ACTB")], dtype=[("alpha", object), ("beta", object)])
     adata = ADATA.copy()
@@ -480,6 +490,7 @@ def test_verify_reads_the_records_that_scanpy_puts_into_uns(tmp_path: Path) -> N
     assert problem.where == "uns/rank_genes_groups/more"
 
 
+@pytest.mark.slow
 def test_records_of_any_kind_do_not_keep_a_file_from_being_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5ad")
     padded = np.dtype([("a", "i1"), ("b", "f8")], align=True)
@@ -500,6 +511,7 @@ def test_records_of_any_kind_do_not_keep_a_file_from_being_read(tmp_path: Path) 
     assert store.element("uns/fixed").tolist() == [(b"ab", 1), (b"c", 2)]
 
 
+@pytest.mark.slow
 def test_files_can_be_pickled_and_read_by_workers(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
     dataset = pickle.loads(pickle.dumps(zl.open_dataset(path, cache=tmp_path / "cache")))
@@ -509,6 +521,7 @@ def test_files_can_be_pickled_and_read_by_workers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(300))
 
 
+@pytest.mark.slow
 def test_files_are_warmed_described_and_mixed_as_stores_are(tmp_path: Path) -> None:
     write_store(ADATA, tmp_path / "a.zarr", tmp_path)
     write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
@@ -569,7 +582,7 @@ def random_adata(seed: int) -> ad.AnnData:
     return adata
 
 
-@pytest.mark.every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_random_files_are_as_anndata_reads_them(tmp_path: Path, seed: int) -> None:
     adata, rng = random_adata(seed), np.random.default_rng(1000 + seed)
@@ -601,6 +614,7 @@ def test_random_files_are_as_anndata_reads_them(tmp_path: Path, seed: int) -> No
     assert dataset.var_names.equals(expected.var_names)
 
 
+@pytest.mark.slow
 def test_info_says_what_converting_would_save(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip", shuffle=True)
     told = CliRunner().invoke(app, ["info", str(path)])

@@ -107,6 +107,7 @@ LISTS = st.lists(st.sampled_from([*ALL, "nowhere"]), unique=True).map(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:join='inner' drops most genes")
 @settings(max_examples=10)
 @given(
@@ -148,6 +149,7 @@ def dataset(pool, join) -> zl.Dataset:
     return zl.open_dataset([pool[name] for name in OUTER], join=join)
 
 
+@pytest.mark.slow
 def test_the_public_face_of_a_joined_dataset(dataset, join):
     wanted = concat(OUTER, join)
     names = wanted.var_names.tolist()
@@ -225,6 +227,7 @@ def test_a_column_may_be_the_index_of_another_store(tmp_path, pool):
 # ------------------------------------------------------------------------------------------- state, processes, places
 
 
+@pytest.mark.slow
 def test_it_resumes_anywhere_and_with_another_join(pool, dataset):
     assert_resumes_anywhere(lambda: zl.Loader(dataset, seed=3, **SIZES), every=2)
     other = zl.open_dataset([pool[name] for name in OUTER], join=["g5", "g9"])
@@ -283,6 +286,7 @@ def test_unusable_joins(pool, join, says):
         zl.open_dataset(pool["sorted"], join=join)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("join", ["inner", "outer", ["g1"]])
 def test_repeated_names_are_refused(tmp_path, pool, join):
     adata = POOL["sorted"].copy()

@@ -107,7 +107,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("rows", ROWS, ids=lambda rows: str(rows)[:20])
 @pytest.mark.parametrize("layer", [None, "spliced", "dense"])
 def test_rows_of_a_dataset_are_those_of_its_anndata(dataset: zl.Dataset, rows: Any, layer: str | None) -> None:

@@ -134,6 +134,7 @@ def test_a_manifest_equals_the_concatenated_stores(manifest):
     assert some.obs["cell_type"].tolist() == ALL.obs["cell_type"].iloc[rows].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [None, *zl.Cache.forms])
 @pytest.mark.parametrize("x", ["X", "layers/spliced"])
 def test_every_row_is_read_once_and_later_from_the_mirror(manifest, tmp_path, form, x):
@@ -174,6 +175,7 @@ def test_opening_and_labels_need_no_store(stores, tmp_path):
         next(iter(zl.Loader(dataset.where("plate == 'p0'"))))
 
 
+@pytest.mark.slow
 def test_columns_added_with_pandas_are_labels(manifest, stores):
     table = pd.read_parquet(manifest)
     table["tissue"] = ["lung" if number % 2 else None for number in range(len(table))]
@@ -194,6 +196,7 @@ def test_columns_added_with_pandas_are_labels(manifest, stores):
     check_all(smaller, ALL[tissue])
 
 
+@pytest.mark.slow
 def test_the_order_and_resuming_are_those_of_rows(manifest, stores):
     one = zl.open_dataset([stores / name for name in ORDER])
     assert digest(zl.Loader(zl.open_dataset(manifest), **LOADER)) == digest(zl.Loader(one, **LOADER))
@@ -207,6 +210,7 @@ def test_the_order_and_resuming_are_those_of_rows(manifest, stores):
     assert_same_minibatches(resumed, epoch)
 
 
+@pytest.mark.slow
 def test_many_stacks_are_as_one(manifest, monkeypatch, tmp_path):
     monkeypatch.setattr(store_stack, "_MOST_STORES", 2)
     monkeypatch.setattr(store_stack, "_PAGE_ROWS", 7)
@@ -222,6 +226,7 @@ def test_many_stacks_are_as_one(manifest, monkeypatch, tmp_path):
     assert offline.names_of(np.array([3, 200])).tolist() == ALL.obs_names[[3, 200]].tolist()
 
 
+@pytest.mark.slow
 def test_workers_and_ranks(manifest):
     from torch.utils.data import DataLoader
 
@@ -233,6 +238,7 @@ def test_workers_and_ranks(manifest):
         assert sorted(seen) == sorted(wanted)
 
 
+@pytest.mark.slow
 @settings(PATIENT, max_examples=8)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.booleans(), st.randoms(use_true_random=False))
 def test_random_stores_equal_their_concatenation(tmp_path_factory, sizes, is_dense, random):
@@ -323,6 +329,7 @@ def test_genes_are_named_when_they_are_indexed(tmp_path):
 # ---- what is wrong
 
 
+@pytest.mark.slow
 def test_a_changed_store_is_noticed(stores, tmp_path):
     manifest = copied(stores, tmp_path / "changed")
     write(tmp_path / "changed" / "b.h5ad", cells(50, 70))
@@ -335,6 +342,7 @@ def test_a_changed_store_is_noticed(stores, tmp_path):
     assert len(list(zl.Loader(zl.open_dataset(manifest), **LOADER)))
 
 
+@pytest.mark.slow
 def test_update_reads_only_what_has_changed(stores, tmp_path):
     manifest = copied(stores, tmp_path / "grown")
     table = pd.read_parquet(manifest)
@@ -352,6 +360,7 @@ def test_update_reads_only_what_has_changed(stores, tmp_path):
     assert len(zl.open_dataset(manifest).where("batch == 'b3'")) == table["rows"].iloc[3]
 
 
+@pytest.mark.slow
 def test_stores_move_together_with_their_manifest(stores, tmp_path):
     copied(stores, tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")
@@ -397,6 +406,7 @@ def test_truncated_and_foreign_files(manifest, tmp_path):
 NUMBERS = st.sampled_from([0, -1, 1, 7, 2**31, 2**49, 2**62, 2**70, 1.5, "x", None])
 
 
+@pytest.mark.slow
 @settings(PATIENT, max_examples=40)
 @given(
     st.sampled_from(["a.zarr", "d.h5ad", "b.h5ad"]),
@@ -419,6 +429,7 @@ def test_hostile_numbers_end_in_an_error_or_the_right_values(manifest, stores, n
     np.testing.assert_array_equal(dense(found.X), dense(ALL.X))
 
 
+@pytest.mark.slow
 @settings(PATIENT, max_examples=30)
 @given(st.integers(0, 10**9), st.binary(min_size=1, max_size=3))
 def test_flipped_bytes_end_in_an_error_or_the_right_values(manifest, stores, at, flipped):
@@ -446,6 +457,7 @@ def test_what_cannot_be_indexed(stores, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command(stores, tmp_path):
     urls = [str(stores / name) for name in FILES]
     done = CliRunner().invoke(app, ["index", *urls, "-o", str(tmp_path / "m.csv"), "--json"])
@@ -460,6 +472,7 @@ def test_the_command(stores, tmp_path):
     assert set(COLUMNS) <= set(pd.read_csv(tmp_path / "m.csv").columns)
 
 
+@pytest.mark.slow
 def test_from_a_bucket(s3, stores, tmp_path):
     for name in ("a.zarr", "c.zarr"):
         zl.convert(FILES[name], s3.url(f"plates/{name}"), storage_options=s3.storage_options, progress=False)

@@ -62,6 +62,7 @@ def of_rows(made: Any, name: str, names: pd.Index) -> np.ndarray:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["a.h5mu", "a.zarr"])
 @pytest.mark.parametrize("cached", [False, True, "paged"])
 def test_obsm_of_modalities(
@@ -118,6 +119,7 @@ def test_obsm_in_memory(folder: Path, made: Any) -> None:
             np.testing.assert_array_equal(adata.obsm["numbers"], wanted.obsm["numbers"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("genes", "chosen"),
     [

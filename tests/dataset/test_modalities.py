@@ -94,6 +94,7 @@ def test_names() -> None:
     assert (frame_of("a:b:raw/X"), obs_of("a:b:raw/X")) == ("mod/a:b/raw/var", "mod/a:b/obs")
 
 
+@pytest.mark.every(16)
 @pytest.mark.parametrize("name", ["a.h5mu", "a.zarr"])
 @pytest.mark.parametrize("form", [None, "decoded", "compact", "stored"])
 @pytest.mark.parametrize("layout", ["dense", "csr"])
@@ -135,6 +136,7 @@ def test_transforms_are_those_of_a_modality(folder: Path, mdata: Any) -> None:
         np.testing.assert_array_equal(minibatch.x["prot:X"].numpy(), rows_of(mdata, "prot:X", names)[0])
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ["a.h5mu", "a.zarr"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_obs_of_the_whole_and_of_modalities(folder: Path, mdata: Any, tmp_path: Path, name: str, cached: bool) -> None:
@@ -197,6 +199,7 @@ def test_take_gives_a_mudata(folder: Path, mdata: Any) -> None:
         dataset.take([3, 3])
 
 
+@pytest.mark.slow
 def test_several_stores_and_pickling(folder: Path, mdata: Any, tmp_path: Path) -> None:
     both = pickle.loads(pickle.dumps(zl.open_dataset([folder / "a.h5mu", folder / "a.zarr"], join="inner")))
     assert (both.n_obs, both.n_vars) == (2 * N_ROWS, 86)

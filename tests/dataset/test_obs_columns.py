@@ -185,7 +185,7 @@ def test_a_missing_date_is_the_lowest_number(dataset: zl.Dataset) -> None:
     assert (column == NO_DAY).tolist() == ADATA.obs["maybe time"].iloc[minibatch.index].isna().tolist()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_frames_and_anndata_have_the_values_too(dataset: zl.Dataset) -> None:
     rows = ROWS if dataset.n_obs == N_ROWS else ROWS[5:50]
     frames = [dataset.obs(), dataset.take(np.arange(dataset.n_obs)).obs]
@@ -290,6 +290,7 @@ def stores(tmp_path: Path, *columns: Any) -> zl.Dataset:
     return zl.open_dataset(urls)
 
 
+@pytest.mark.slow
 def test_dates_of_several_stores_get_the_finest_unit(tmp_path: Path) -> None:
     coarse, fine = pd.Series(["2024-01-01", None], dtype="M8[s]"), pd.Series(["2024-01-02", None], dtype="M8[us]")
     dataset = stores(tmp_path, coarse.array, fine.array)
@@ -300,6 +301,7 @@ def test_dates_of_several_stores_get_the_finest_unit(tmp_path: Path) -> None:
     np.testing.assert_array_equal(shown, np.array(["2024-01-01", "NaT", "2024-01-02", "NaT"], "M8[us]"))
 
 
+@pytest.mark.slow
 def test_a_date_that_the_finest_unit_cannot_hold_is_refused(tmp_path: Path) -> None:
     early, fine = pd.Series(["0800-12-25", None], dtype="M8[s]"), pd.Series(["2024-01-02", None], dtype="M8[ns]")
     dataset = stores(tmp_path, early.array, fine.array)
@@ -316,6 +318,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"),
     [("numbers", "strings"), ("strings", "dates"), ("dates", "numbers"), ("durations", "dates")],
@@ -352,6 +355,7 @@ def test_columns_that_are_no_tensors_are_refused_when_the_loader_is_made(tmp_pat
     assert dataset.obs(["lane"])["lane"].tolist() == (ROWS * 1j).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "element", [np.array(WORDS[:7], object), pd.array(some(WORDS[:7]), dtype="string")], ids=["plain", "nullable"]
 )
@@ -362,6 +366,7 @@ def test_strings_of_another_length_are_refused(tmp_path: Path, element: Any) -> 
         zl.open_dataset(store).obs_column("lane")
 
 
+@pytest.mark.slow
 def test_large_numbers_and_missing_values_are_refused(tmp_path: Path) -> None:
     dataset = stores(tmp_path, pd.array([2**53 + 1, None], dtype="Int64"))
     with pytest.raises(OptionError, match="holds 9007199254740993 and missing values"):

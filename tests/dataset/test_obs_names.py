@@ -110,7 +110,7 @@ def check(dataset: zl.Dataset, wanted: pd.Index) -> None:
         assert len(minibatch) == 7
 
 
-@pytest.mark.every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("zarr_format", "write"), ENCODINGS.values(), ids=ENCODINGS)
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
 def test_names_of_every_encoding(
@@ -124,6 +124,7 @@ def test_names_of_every_encoding(
         check(dataset.where(passed), ADATA.obs_names[passed])
 
 
+@pytest.mark.slow
 def test_names_that_are_numbers_or_missing_become_text(tmp_path: Path) -> None:
     numbers = store_with(tmp_path / "a.zarr", lambda obs: ad.io.write_elem(obs, "_index", np.arange(N_ROWS)))
     assert zl.open_dataset(numbers).obs_names.tolist() == [str(row) for row in range(N_ROWS)]
@@ -136,7 +137,7 @@ def test_names_that_are_numbers_or_missing_become_text(tmp_path: Path) -> None:
     assert zl.open_dataset(missing).obs_names.tolist() == ["nan", *NAMES[1:]]
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
 def test_names_of_several_stores_on_s3(s3: Any, tmp_path: Path, mirrored: bool) -> None:
     parts = [ADATA[:20].copy(), ADATA[20:21].copy(), ADATA[21:].copy()]
@@ -200,6 +201,7 @@ def test_the_frame_of_a_view_leaves_no_names_in_memory(tmp_path: Path, cached: b
     assert 1 in segments
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_names_of_rows_in_any_order_and_with_repeats(tmp_path: Path, seed: int) -> None:
     of_store = names.ObsNames(zl.open_dataset(store_with(tmp_path / "a.zarr", plain)).stores[0])
@@ -244,6 +246,7 @@ def test_names_are_read_off_the_training_thread(tmp_path: Path, wanted: dict[str
     assert not threads
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy"])
 def test_names_come_with_every_layout_after_a_resume_too(tmp_path: Path, layout: str) -> None:
     dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain)).where("passed == True")
@@ -291,6 +294,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("write", "damage"), DAMAGES.values(), ids=DAMAGES)
 def test_damaged_names_are_refused(tmp_path: Path, write: Callable[..., None], damage: Callable[..., None]) -> None:
     store = store_with(tmp_path / "a.zarr", write)
@@ -305,6 +309,7 @@ def test_damaged_names_are_refused(tmp_path: Path, write: Callable[..., None], d
         list(zl.Loader(dataset, layout="anndata", **SIZES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmed", [False, True])
 def test_the_frame_of_a_categorical_index_is_available_offline(tmp_path, warmed):
     path = store_with(tmp_path / "a.zarr", categorical)

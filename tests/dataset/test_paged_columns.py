@@ -113,7 +113,7 @@ def arrays_of(dataset: zl.Dataset) -> dict[str, MirrorArray]:
     return {path: arrays[0] for path, arrays in sorted(dataset.observations.paged.arrays.items()) if arrays}
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["converted", *FORMS])
 def test_epochs_read_columns_chunk_by_chunk_and_then_from_the_mirror(tmp_path, store, form):
     path = store if form == "converted" else by_anndata(ADATA, tmp_path / "a.zarr", form)
@@ -163,6 +163,7 @@ def test_obs_without_x(tmp_path, store):
     check_epoch(loader_of(dataset, x=None), ADATA)
 
 
+@pytest.mark.slow
 def test_whole_columns_complete_the_mirror(tmp_path, store):
     dataset = zl.open_dataset(store, cache=tmp_path)
     next(iter(loader_of(dataset, options=NARROW)))
@@ -224,6 +225,7 @@ def test_minibatches_as_anndata(tmp_path, store):
     assert not dataset.observations._columns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unlike", [False, True])
 def test_several_stores(tmp_path, unlike):
     """Labels of all stores are joined. Numbers of different dtypes are read whole."""
@@ -253,7 +255,7 @@ def test_several_stores(tmp_path, unlike):
     assert again.observations.paged_column("cell_type", zl.FetchOptions()) is None, "it is in the cache, joined"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ["obs/lane", "obs/n_counts", "obs/cell_type/codes"])
 def test_a_column_with_several_values_per_row_is_an_error(tmp_path, name):
     path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
@@ -304,6 +306,7 @@ def test_codes_are_checked_once(tmp_path, store, monkeypatch):
     pd.testing.assert_index_equal(column.categories, wanted.categories)
 
 
+@pytest.mark.slow
 def test_a_wrong_code_among_the_rows_that_are_taken(tmp_path):
     path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
     zarr.open_group(path)["obs/cell_type/codes"][123] = 4
@@ -352,6 +355,7 @@ def two_stores(folder: Path) -> list[Path]:
     return [by_anndata(table(150, seed=seed), folder / f"{seed}.zarr", "v3") for seed in (1, 2)]
 
 
+@pytest.mark.slow
 def test_warming_several_stores_fills_their_columns_for_reading_offline(tmp_path):
     urls = two_stores(tmp_path)
     zl.warm(zl.open_dataset(urls, cache=tmp_path / "cache"))
@@ -370,7 +374,7 @@ def test_warming_several_stores_fills_their_columns_for_reading_offline(tmp_path
             assert not arrays_of(offline), "the joined columns are in the cache"
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("warmed", ["together", "one by one", "one of them whole"])
 def test_stores_that_were_warmed_in_one_way_are_opened_offline_in_another(tmp_path, monkeypatch, warmed):
     urls, cache = two_stores(tmp_path), tmp_path / "cache"
@@ -409,6 +413,7 @@ def test_offline_names_that_are_too_large_for_the_cache_of_objects(tmp_path, sto
     pd.testing.assert_frame_equal(offline.obs(columns), dataset.obs(columns))
 
 
+@pytest.mark.slow
 def test_several_stores_are_read_once(tmp_path, sim):
     server = sim()
     two_stores(tmp_path / "bucket")
@@ -457,7 +462,7 @@ def test_an_object_that_is_lost_while_the_store_is_open(tmp_path, store):
         check_epoch(loader, ADATA)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_that_other_writers_leave_out_are_fill_values(tmp_path, form):
     adata = table()
@@ -469,6 +474,7 @@ def test_chunks_that_other_writers_leave_out_are_fill_values(tmp_path, form):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [-2, 4])
 def test_a_code_without_a_label_is_an_error(tmp_path, code):
     path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
@@ -509,6 +515,7 @@ def test_a_process_that_was_killed_leaves_whole_chunks(tmp_path, store):
     )
 
 
+@pytest.mark.slow
 def test_two_loaders_fill_one_mirror(tmp_path, store):
     loaders = [loader_of(zl.open_dataset(store, cache=tmp_path), seed=seed) for seed in (1, 2)]
     seen = []
@@ -559,7 +566,7 @@ def test_a_column_that_was_read_whole_is_read_chunk_by_chunk_from_the_same_file(
     assert loader.statistics().gets == 0
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("least", [8, 1 << 30])
 @pytest.mark.parametrize("n_stores", [1, 2])
 def test_a_mirror_keeps_each_column_once(tmp_path, monkeypatch, least, n_stores):
@@ -584,6 +591,7 @@ def test_a_mirror_keeps_each_column_once(tmp_path, monkeypatch, least, n_stores)
             assert not [each for each in kept if each.startswith((f"{file}%2Fc%2F", f"%2F{file}"))]
 
 
+@pytest.mark.slow
 def test_chunks_that_are_too_large_or_hold_parts_of_rows_are_read_whole(tmp_path, monkeypatch):
     path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
     root = zarr.open_group(path)
@@ -642,6 +650,7 @@ def test_no_rows_have_dtypes_too(tmp_path, store):
         rows_of(columns["lane"], np.arange(3), {})
 
 
+@pytest.mark.slow
 def test_convert_writes_large_columns_in_small_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(elements, "_LARGE_BYTES", 1000)
     monkeypatch.setattr(elements, "_CHUNK_BYTES_OF_LARGE", 100)

@@ -168,6 +168,7 @@ def test_a_cache_without_room_leaves_the_offsets_in_memory(tmp_path, caplog):
 ADATA = counts(300, 41, seed=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True])
 def test_epochs_of_a_store_with_pages(tmp_path, monkeypatch, cached):
     write_store(ADATA, tmp_path / "counts.zarr", tmp_path)
@@ -220,7 +221,7 @@ def read_all(url: str | Path, adata: ad.AnnData, cache: Path | None) -> None:
         np.testing.assert_array_equal(dataset.take(rows).X.toarray(), adata.X[rows].toarray())
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("small_pages")
@@ -239,6 +240,7 @@ def test_a_missing_object_is_never_read_as_empty_rows(tmp_path, form, cached):
             (tmp_path / "lost").rename(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.usefixtures("small_pages")
 def test_a_chunk_that_a_shard_lacks_is_never_read_as_empty_rows(tmp_path, cached):
@@ -250,7 +252,7 @@ def test_a_chunk_that_a_shard_lacks_is_never_read_as_empty_rows(tmp_path, cached
             read_all(path, FEW, tmp_path / "cache" if cached else None)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("small_pages")
 def test_chunks_of_leading_empty_rows_may_be_left_out(tmp_path, form):

@@ -84,6 +84,7 @@ def written(positions: list[int], how: str) -> Any:
     }[how]
 
 
+@pytest.mark.slow
 @settings(max_examples=10, phases=[Phase.generate])
 @given(
     positions=st.lists(st.integers(0, N_GENES - 1), min_size=1, unique=True),
@@ -187,6 +188,7 @@ def same_epochs(found: zl.Loader, wanted: zl.Loader) -> None:
                 pd.testing.assert_frame_equal(x.var, y.var)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
 @pytest.mark.parametrize("transforms", [[], [LOG]], ids=["counts", "logs"])
 def test_a_loader_of_a_panel_is_one_with_genes(dataset, layout, transforms):
@@ -284,6 +286,7 @@ def test_a_file_and_raw_that_lacks_genes(tmp_path):
         zl.Loader(panel, x="raw/X", **SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("join", ["inner", "outer", ["gene 3", "gone", "gene 29", "gene 12"]], ids=str)
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_a_panel_of_joined_stores(folder, tmp_path, join, layout):

@@ -115,6 +115,7 @@ def test_a_dataset_is_shown_as_html(urls: list[Path], tmp_path: Path) -> None:
     assert "obsm</th>" in joined._repr_html_()
 
 
+@pytest.mark.slow
 def test_many_columns_are_cut_in_html(tmp_path: Path) -> None:
     adata = counts(4, 3)
     adata.obs = pd.DataFrame({f"column {number}": range(4) for number in range(100)}, index=adata.obs_names)

@@ -68,6 +68,7 @@ def advised(error):
     return source, store
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("name", "kind", "source", "store"),
     [
@@ -93,6 +94,7 @@ def test_a_folder_of_files_is_opened_by_a_glob(root):
     assert zl.open_dataset(str(caught.value).split("'")[1]).n_obs == 40
 
 
+@pytest.mark.slow
 def test_on_s3_the_store_goes_beside_the_file(server):
     options = {"key": "any", "secret": "any", "endpoint_url": server.url}
     with pytest.raises(FormatError, match=r"not an \.h5ad file") as caught:
@@ -103,6 +105,7 @@ def test_on_s3_the_store_goes_beside_the_file(server):
         zl.open_dataset("s3://bucket/nothing.h5ad", storage_options=options)
 
 
+@pytest.mark.slow
 def test_of_a_web_server_the_store_goes_to_this_machine(server):
     with pytest.raises(FormatError, match=r"not an \.h5ad file") as caught:
         zl.open_dataset(f"{server.url}/bucket/cells.hdf5")
@@ -139,7 +142,7 @@ def test_what_is_no_url_is_refused(given):
         zl.open_dataset(given)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "arguments",
     [["info"], ["verify"], ["bench"], ["warm", "--cache", "cache"], ["quality", "--label", "cell_type"]],

@@ -411,7 +411,7 @@ def check_view(view: zl.View, rows: np.ndarray) -> None:
         np.testing.assert_array_equal(dense(as_scipy(view.read_rows(np.array(asked)))), dense(taken))
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 def test_views_and_views_of_views(dataset):
     obs = ADATA.obs
     cells = dataset.where("cell_type == 'a' and n_counts > 500")
@@ -523,6 +523,7 @@ def test_every_row_of_a_view_comes_once_with_its_values(dataset, sampling):
     assert isinstance(sampling, zl.Streaming) or first.tolist() != second.tolist()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("layout", ["csr", "anndata"])
 def test_rows_of_a_minibatch_are_positions_in_what_the_loader_was_given(dataset, layout):
     view = dataset.where(np.arange(dataset.n_obs) % 3 > 0)
@@ -536,6 +537,7 @@ def test_rows_of_a_minibatch_are_positions_in_what_the_loader_was_given(dataset,
     assert [minibatch.row.tolist() for minibatch in repeated] == [[7, 3, 7]]
 
 
+@pytest.mark.every(2)
 def test_ranks_share_out_a_view(dataset):
     view = dataset.where("passed")
     rows = [epoch(zl.Loader(view, rank=rank, world_size=3, **SIZES)) for rank in range(3)]
@@ -559,6 +561,7 @@ def test_weights_labels_and_indices_are_those_of_the_views_rows(dataset):
         zl.Loader(view, sampling=zl.BlockWeightedSampling(np.ones(N), block_size=4), **SIZES)
 
 
+@pytest.mark.every(4)
 def test_layouts_of_a_view(dataset):
     view = dataset.where("donor == 'd10'")
     for layout in ("dense", "scipy", "anndata"):
@@ -575,6 +578,7 @@ def test_a_worker_that_is_spawned_yields_the_view(urls, tmp_path):
     np.testing.assert_array_equal(np.sort(epoch(worker)), view.row_numbers)
 
 
+@pytest.mark.slow
 def test_only_what_a_view_needs_is_read(urls, one, tmp_path):
     for opened, cache in ((one, None), (urls, None), (one, tmp_path / "cache")):
         dataset = zl.open_dataset(opened, cache=cache)
@@ -606,6 +610,7 @@ def test_a_view_of_blocks_reads_neighbours_together():
     assert (np.concatenate(runs) == 1).all()
 
 
+@pytest.mark.every(4)
 def test_a_run_over_a_view_is_resumed(dataset):
     view = dataset.where("lane in [0, 1, 4]")
     loader = zl.Loader(view, **SIZES)
@@ -625,6 +630,7 @@ def test_a_run_over_a_view_is_resumed(dataset):
         zl.Loader(dataset.where("lane in [0, 1, 3]"), **SIZES).load_state_dict(state)
 
 
+@pytest.mark.every(4)
 def test_machines_keep_to_their_part_of_a_view(dataset):
     view = dataset.where("lane != 1")
     options = {**SIZES, "world_size": 2, "locality": "machine", "local_world_size": 1}

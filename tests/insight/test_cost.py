@@ -60,6 +60,7 @@ def spent(loader: zl.Loader) -> EpochCost:
     return EpochCost(gets=done.gets, bytes_read=done.bytes_read, exact=True)
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
 def test_without_a_mirror_the_cost_is_what_is_spent(store, options):
     dataset = zl.open_dataset(store)
@@ -69,6 +70,7 @@ def test_without_a_mirror_the_cost_is_what_is_spent(store, options):
         assert predicted.unmirrored == spent(loader)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
 def test_with_a_mirror_the_cost_is_what_the_first_epoch_spends(store, tmp_path, options):
     dataset = zl.open_dataset(store, cache=tmp_path)
@@ -82,6 +84,7 @@ def test_with_a_mirror_the_cost_is_what_the_first_epoch_spends(store, tmp_path, 
     assert spent(loader) == EpochCost(gets=0, bytes_read=0, exact=True)
 
 
+@pytest.mark.slow
 def test_a_dense_matrix_and_one_without_shards(tmp_path):
     adata = counts(200, 50)
     adata.layers["dense"] = adata.X.toarray()
@@ -161,6 +164,7 @@ def test_summary(tmp_path):
     assert matrices["layers/dense"].compact_bytes == matrices["layers/dense"].decoded_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("density", [0.01, 0.05, 0.3])
 def test_the_size_of_a_compact_mirror_is_foretold(tmp_path, density):
     adata = counts(500, 5_000, density=density)
@@ -173,6 +177,7 @@ def test_the_size_of_a_compact_mirror_is_foretold(tmp_path, density):
     assert not x.at_most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["fractions", "counts as floats"])
 def test_floats_may_be_counts_so_the_size_of_their_compact_mirror_is_a_bound(tmp_path, whole):
     adata = counts(300, 2_000, density=0.1)

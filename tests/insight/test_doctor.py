@@ -39,6 +39,7 @@ def doctor(*arguments: Any, status: int = 0) -> dict[str, Any]:
     return found | {"text": done.stdout + done.stderr}
 
 
+@pytest.mark.slow
 def test_a_healthy_machine(store: str, tmp_path: Path) -> None:
     found = doctor(store, "--cache", tmp_path / "cache")
     for name in ("versions: torch", "machine: memory", "cache: trust", "cache: writing", "store: content"):
@@ -51,6 +52,7 @@ def test_a_healthy_machine(store: str, tmp_path: Path) -> None:
     assert "to change" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_bucket_and_its_credentials(store: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import s3fs
 
@@ -100,6 +102,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pass-word" not in found["text"]
 
 
+@pytest.mark.slow
 def test_caches_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "is a file" in doctor("--cache", tmp_path / "file", status=1)["cache: place"]["advice"]
@@ -143,6 +146,7 @@ def test_libraries_that_cannot_be_imported(name: str, tmp_path: Path, monkeypatc
     assert ("GPU: torch" in found) == (name in ("the end of the process", "a crash"))  # torch comes after isal
 
 
+@pytest.mark.slow
 def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     version = installation._version
     replaced = {"numpy": "1.26.4", "zarr": None, "zloader": "0.0.1"}
@@ -169,6 +173,7 @@ app(["doctor", *sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", [pytest.param("", marks=pytest.mark.slow), "run getrlimit"])
 def test_a_hostile_machine(refused: str, store: str, tmp_path: Path) -> None:
     environment = {"HOME": "/none", "PATH": "", "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": "/none"}

@@ -121,7 +121,7 @@ def test_strata_bring_entropy_nearer_to_random_for_any_number_of_labels(n_labels
     assert -0.01 < in_strata < left * at_random
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("n_rows", [1, 64, 65, 130, 1000, 2142, 5000, 20_000, 200_000, 10_000_000])
 @pytest.mark.parametrize(("block_size", "fetch_factor"), [(64, 256), (256, 16), (64, 4)], ids=str)
 def test_the_default_mixes_no_worse_than_blocks_alone(n_rows, block_size, fetch_factor):
@@ -265,6 +265,7 @@ def _longest(rows) -> int:
     return max(next(n for n in itertools.count(1) if row + n not in rows) for row in rows)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     n_rows=st.integers(1, 300),

@@ -66,6 +66,7 @@ def test_minibatches_are_those_of_the_loader(dataset: zl.Dataset, accelerator: A
     assert loader.statistics().epoch == 1
 
 
+@pytest.mark.slow
 def test_engines_make_the_same_minibatches(dataset: zl.Dataset, accelerator: Accelerator) -> None:
     prepared = prepare(accelerator, zl.Loader(dataset, processes=1, **SIZES))
     assert [rows_of(prepared) for _ in range(2)] == [rows_of(each) for each in [zl.Loader(dataset, **SIZES)] * 2]
@@ -186,6 +187,7 @@ def trained(dataset: zl.Dataset, folder: Any, *, until: int | None, resumed: boo
     return model.weight
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("until", [2, 4, N_MINIBATCHES, N_MINIBATCHES + 2])
 def test_saved_runs_go_on_bit_for_bit(dataset: zl.Dataset, tmp_path: Any, until: int) -> None:
     whole = trained(dataset, tmp_path, until=None)

@@ -78,6 +78,7 @@ def test_epochs_come_in_turn_and_validation_in_order(options, epochs):
     assert torch.cat([minibatch.row for minibatch in in_order]).tolist() == list(range(N_ROWS))
 
 
+@pytest.mark.slow
 def test_engines_make_the_same_minibatches(options, epochs):
     model = fitted(DataModule(train=options | {"processes": 1}))
     assert_same_minibatches(model.seen["train"], joined(epochs[:3]))
@@ -106,6 +107,7 @@ TRAINERS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("trained", "taken"), TRAINERS.values(), ids=TRAINERS)
 def test_epochs_come_in_turn_in_any_trainer(options, epochs, trained, taken):
     ready = zl.Loader(**options)
@@ -196,7 +198,7 @@ SAVES = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(15)
 @pytest.mark.parametrize(("saves", "trained"), SAVES.values(), ids=SAVES)
 def test_every_checkpoint_resumes_bit_for_bit(options, tmp_path, saves, trained):
     trained = {"num_sanity_val_steps": 1, "limit_val_batches": 2} | trained
@@ -241,6 +243,7 @@ def save_here(folder):
 LAST = N_BATCHES - 1
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("way", "at"), [("failed", 0), ("failed", LAST), ("saved", 4), ("saved", LAST), ("saved", 7)])
 def test_a_step_that_did_not_end_comes_again(options, whole, tmp_path, way, at):
     if way == "failed":
@@ -257,6 +260,7 @@ def test_a_step_that_did_not_end_comes_again(options, whole, tmp_path, way, at):
     assert_resumed(tmp_path / "step.ckpt", options, whole)
 
 
+@pytest.mark.slow
 def test_checkpoints_before_and_after_training(options, whole, tmp_path):
     data, trainer, model = DataModule(train=options), trainer_of(max_epochs=2), Model()
     trainer.fit(model, data)

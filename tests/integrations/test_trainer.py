@@ -69,6 +69,7 @@ def test_the_page_trains_and_keeps_positions(page: Any) -> None:
     assert len([*Path("run").glob("checkpoint-*/loader.json")]) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulated", "every", "evaluated"),
     [(1, 4, {}), (2, 1, {"eval_strategy": "steps", "eval_steps": 3})],

@@ -72,6 +72,7 @@ GROUPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     groups=GROUPS,
     block_size=st.integers(1, 20),
@@ -101,6 +102,7 @@ def test_every_stretch_has_the_shares_and_every_group_comes_in_whole_passes(grou
         assert apart <= block_size * (1 + 1e-6 if len(groups) <= 2 else 4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("remainder", ["keep", "pad"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_fetch_of_every_rank_has_the_shares_to_one_block(world_size, remainder):

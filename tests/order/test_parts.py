@@ -69,6 +69,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@pytest.mark.slow
 @given(plan=plans())
 def test_every_row_comes_once_and_every_rank_has_as_many_minibatches(plan):
     made = [rows_of(rank) for rank in ranks_of(plan)]
@@ -139,6 +140,7 @@ def test_a_share_of_the_parts_is_dealt_anew_in_each_epoch(redeal):
     assert max(moved) - min(moved) < 0.1
 
 
+@pytest.mark.slow
 @given(plan=plans(), first=st.floats(0, 1), second=st.floats(0, 1), data=st.data())
 def test_other_ranks_and_machines_get_exactly_what_nobody_has_seen(plan, first, second, data):
     """The numbers of ranks and machines change twice in one epoch."""
@@ -201,6 +203,7 @@ def flat(loaders) -> list[int]:
     return [row for loader in loaders for rows in listed(loader) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remainder", ["keep", "pad"])
 def test_a_machine_keeps_to_its_part(store, remainder):
     dataset = zl.open_dataset(store)
@@ -218,6 +221,7 @@ def test_a_machine_keeps_to_its_part(store, remainder):
     assert orders[0] != orders[1]
 
 
+@pytest.mark.slow
 def test_parts_are_all_that_a_mirror_holds(store, tmp_path):
     sizes = []
     for machine in range(2):
@@ -243,6 +247,7 @@ def dense(minibatch) -> np.ndarray:
     return minibatch.x.to_dense().numpy()
 
 
+@pytest.mark.slow
 def test_resumes_anywhere_and_with_other_ranks_and_machines(store):
     dataset = zl.open_dataset(store)
     assert_resumes_anywhere(lambda: machines_of(dataset[:101], 4, 2)[1][0])

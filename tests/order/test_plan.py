@@ -81,6 +81,7 @@ def test_every_row_comes_exactly_once_over_ranks_and_workers(plan, n_workers):
         np.testing.assert_array_equal(rows, np.arange(plan.dataset_rows))
 
 
+@pytest.mark.slow
 @given(plan=plans(drop_last=True), n_workers=st.integers(1, 4))
 def test_drop_last_leaves_out_less_than_one_minibatch_a_rank(plan, n_workers):
     rows = _all_rows(plan, n_workers=n_workers)
@@ -104,6 +105,7 @@ def test_ranks_agree_on_the_number_of_minibatches_and_say_it(plan, n_workers):
         assert plan.n_minibatches > 0
 
 
+@pytest.mark.slow
 @given(plan=plans())
 def test_minibatches_are_full_but_for_the_last_two_of_a_rank(plan):
     for rank in _ranks(plan):
@@ -115,6 +117,7 @@ def test_minibatches_are_full_but_for_the_last_two_of_a_rank(plan):
             assert sizes[-2:] == [plan.batch_size - 1, 1]
 
 
+@pytest.mark.slow
 @given(plan=plans(drop_last=False))
 def test_ranks_are_given_equally_many_rows_but_for_one(plan):
     given_rows = [sum(map(len, _minibatches(rank))) for rank in _ranks(plan)]
@@ -147,6 +150,7 @@ def test_streaming_reads_in_order_and_deals_fetches_in_turn(plan):
     np.testing.assert_array_equal(dealt, np.arange(len(dealt)))
 
 
+@pytest.mark.slow
 @given(plan=plans())
 @example(plan=Plan(dataset_rows=200_000, sampling=BlockShuffling(64), batch_size=64, fetch_factor=256))
 @example(plan=Plan(dataset_rows=801, sampling=BlockShuffling(16), batch_size=4, fetch_factor=8, world_size=5))
@@ -167,6 +171,7 @@ def test_fetches_are_equally_long_to_a_minibatch_or_a_block(plan):
         assert all(len(fetch.rows) <= plan.fetch_rows + more for fetch in fetches)
 
 
+@pytest.mark.slow
 @given(plan=plans())
 def test_fetches_hold_whole_blocks(plan):
     """A fetch reads consecutive positions of the order of the sampling."""
@@ -179,6 +184,7 @@ def test_fetches_hold_whole_blocks(plan):
             np.testing.assert_array_equal(np.sort(rank.fetch(number).order), np.arange(len(positions)))
 
 
+@pytest.mark.slow
 @given(plan=plans())
 def test_the_same_options_give_the_same_plan_and_fetches_come_in_any_order(plan):
     again = dataclasses.replace(plan)
@@ -189,6 +195,7 @@ def test_the_same_options_give_the_same_plan_and_fetches_come_in_any_order(plan)
         np.testing.assert_array_equal(fetch.cuts, plan.fetch(number).cuts)
 
 
+@pytest.mark.slow
 @given(plan=plans())
 def test_other_epochs_and_seeds_give_another_order(plan):
     assume(plan.sampling.shuffles_fetch)

@@ -142,7 +142,7 @@ def test_what_is_left_costs_what_a_fetch_costs():
 # ---- the loader
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(15)
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_resumes_before_any_minibatch(dataset, name, world_size):
@@ -222,6 +222,7 @@ def test_other_ranks(dataset, remainder):
     assert state["epoch"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("began", [0, 4], ids=["whole epoch", "rest of an epoch"])
 def test_unused_minibatches_come_again(dataset, began):
     loader = zl.Loader(dataset, x=None, **SIZES)
@@ -361,6 +362,7 @@ class Doubled(zl.Sampling):
         return np.tile(inner, 2)[start:stop]
 
 
+@pytest.mark.slow
 def test_a_sampling_of_ones_own(dataset):
     options = SIZES | {"x": None, "sampling": Doubled(zl.BlockShuffling(3))}
     assert_resumes_anywhere(lambda: zl.Loader(dataset, **(options | {"sampling": Doubled(zl.BlockShuffling(3))})))
@@ -511,7 +513,7 @@ def test_with_torchdata(dataset, name, n_workers, world_size):
     )
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize(("n_workers", "world_size"), [(2, 3), (0, 1), (2, 1)])
 def test_with_torchdata_transforms_and_sets_resume(dataset, n_workers, world_size):

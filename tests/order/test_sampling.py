@@ -281,6 +281,7 @@ def test_the_number_of_strata_follows_the_number_of_blocks(n_blocks, n_strata, e
     assert strata_of(n_blocks, n_strata) == expected
 
 
+@pytest.mark.slow
 def test_which_blocks_come_last_changes_with_the_epoch():
     """With 65 blocks in 64 strata, any block may be the one left after the full round."""
     last = {int(_order(BlockShuffling(1, n_strata=64), 65, epoch=epoch)[-1]) for epoch in range(1000)}

@@ -17,6 +17,8 @@ pa = pytest.importorskip("pyarrow")
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
 
+pytestmark = pytest.mark.slow  # Ray takes ten seconds to start
+
 ADATA = counts(503, 97)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).random((503, 5), np.float32)
 FIELDS = ["X", "obs/cell_type", "obs/n_counts", "obs/passed", "obsm/X_pca", "obs_names"]

@@ -27,7 +27,7 @@ from zloader.common.errors import OptionError
 zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 ray = pytest.importorskip("ray")
 
-pytestmark = pytest.mark.any_version
+pytestmark = [pytest.mark.any_version, pytest.mark.slow]  # Ray takes ten seconds to start
 
 N_ROWS, BATCH_SIZE = 6000, 64
 

@@ -38,6 +38,8 @@ stream_module = pytest.importorskip("zloader.ray.streams")
 window = pytest.importorskip("zloader.producing.window")
 ray = pytest.importorskip("ray")
 
+pytestmark = pytest.mark.slow  # Ray takes ten seconds to start
+
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 ADATA = counts(503, 97)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).random((503, 5), np.float32)

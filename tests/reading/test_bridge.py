@@ -315,6 +315,7 @@ def test_a_thread_that_waits_is_woken_by_close(name):
         assert found.result(timeout=PATIENCE_S) == []  # the iteration ends, as after close(), without an error
 
 
+@pytest.mark.slow
 def test_close_does_not_wait_for_ever(name):
     """The coroutine may need a lock that the closing thread holds, such as logging's during garbage collection."""
     proceed = threading.Event()
@@ -430,6 +431,7 @@ def _run(script, *arguments):
     return done.stdout.split()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("produce", ["endless", "silent"])
 @pytest.mark.parametrize("keep", ["pass", "bridge.itself = bridge"])
 def test_the_interpreter_ends_with_a_live_bridge(produce, keep):
@@ -485,6 +487,7 @@ CHILDREN = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("child", CHILDREN.values(), ids=CHILDREN.keys())
 def test_a_forked_child_ends_and_leaves_its_parent_alone(child):
     assert _run(_FORKED.format(child=child)) == ["True", "0"]

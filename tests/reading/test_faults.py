@@ -231,6 +231,7 @@ def doing(act: Callable[[], object], *, when: Callable[[], object]) -> Iterator[
     assert acted == [True]
 
 
+@pytest.mark.slow
 def test_a_storm_of_slow_downs(bucket, sim, caplog, monkeypatch):
     monkeypatch.setattr(retry, "_WARN_S", 0.5)
     caplog.set_level("DEBUG", "zloader")
@@ -251,6 +252,7 @@ def test_a_storm_of_slow_downs(bucket, sim, caplog, monkeypatch):
     assert len(again) == server.stats()["status_503"] == loader.statistics().retries
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_and_comes_back(bucket, sim, caplog):
     caplog.set_level("DEBUG", "zloader")
     server = sim(root=bucket)
@@ -260,6 +262,7 @@ def test_a_server_that_is_gone_and_comes_back(bucket, sim, caplog):
         assert epoch(loader) == ROWS
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_an_error_cold_and_none_warm(bucket, sim, tmp_path):
     server = sim(root=bucket)
     warm = loader_over(server, cache=tmp_path / "cache")
@@ -274,6 +277,7 @@ def test_a_server_that_is_gone_is_an_error_cold_and_none_warm(bucket, sim, tmp_p
     assert epoch(cold) == ROWS
 
 
+@pytest.mark.slow
 def test_a_server_whose_every_answer_stalls(bucket, sim):
     """The check whether the object has changed, which does not go through TensorStore, must not block either."""
     server = sim(root=bucket)
@@ -287,6 +291,7 @@ def test_a_server_whose_every_answer_stalls(bucket, sim):
     assert epoch(loader) == ROWS
 
 
+@pytest.mark.slow
 def test_where_every_read_is_slow_none_is_asked_for_twice(bucket, sim, tmp_path, monkeypatch):
     """A second read of each span would only take bandwidth from the first."""
     monkeypatch.setattr(retry, "_CHECKS", PATIENCE_S / 0.5)
@@ -398,6 +403,7 @@ def test_the_pauses_of_all_retries_outlast_a_storm_of_30_s_and_end_before_the_de
     assert 30 < total < options.deadline_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["truncate", "reset"])
 def test_an_obs_column_whose_answers_end_early_is_not_called_damaged(sim, bucket, kind) -> None:
     server = sim(root=bucket)

@@ -122,6 +122,7 @@ def test_minibatches_that_take_more_than_was_gathered_are_made_one_by_one(store,
     assert rows.tolist() == np.concatenate([fetch.rows[fetch.order] for fetch in fetches]).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(st.integers(0, 299), min_size=1, max_size=80),

@@ -106,7 +106,7 @@ def _check_csr(found, wanted, dtype):
         assert array.flags.owndata
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize(("genes", "values", "dtype"), CSR_DTYPES)
 @given(draw=st.data())
 def test_csr_from_csr(genes, values, dtype, draw):

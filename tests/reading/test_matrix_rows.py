@@ -53,6 +53,7 @@ def elements(*arrays: np.ndarray) -> list[Elements]:
     return [Elements(source=array, starts=np.zeros(0, np.int64)) for array in arrays]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["sorted", "unsorted", "left out"])
 @given(data=st.data(), n_stores=st.integers(1, 4), seed=st.integers(0, 99))
 def test_rows_of_several_stores_are_gathered_as_those_of_one(kind, data, n_stores, seed):

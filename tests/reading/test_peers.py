@@ -391,6 +391,7 @@ def loaders(url, folder: Path, n: int, **options):
         yield zl.Loader(dataset, batch_size=16, seed=3, rank=rank, world_size=n, **options), others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "dies", "lies"])
 def test_loaders_yield_the_same_as_without_peers(tmp_path, fault):
     url = tmp_path / "cells.zarr"

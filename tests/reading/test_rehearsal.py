@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers import PATIENCE_S, counts, write_store
 
 # In a new process, because the loops of other tests are loaded already.
@@ -37,6 +38,7 @@ for x, layout in itertools.product(["X", "layers/dense"], ["csr", "dense", "pack
 """
 
 
+@pytest.mark.slow
 def test_an_epoch_needs_no_further_loops(tmp_path: Path) -> None:
     adata = counts(400, 3000)  # rows that are long enough to be read from the map of a mirror
     adata.layers["dense"] = adata.X.toarray()

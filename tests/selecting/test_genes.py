@@ -263,7 +263,7 @@ def test_layouts_matrices_and_orders(store, layout, x, genes):
     check_epoch(loader, WANTED[x], genes)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_dtypes_mirror_and_ranks(store, tmp_path, layout, dtype):
@@ -307,7 +307,7 @@ def test_all_genes_chosen_are_all_genes(store):
             assert getattr(plain.x, part)().tolist() == getattr(chosen.x, part)().tolist()
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 def test_several_stores(tmp_path, layout):
     """One minibatch combines CSR and dense stores of different dtypes."""

@@ -127,7 +127,7 @@ def some_rows(draw: st.DrawFn, pair: tuple[str, str]) -> list[tuple[np.ndarray, 
     return rows
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @EVERY_PAIR
 @given(data=st.data(), gap=st.integers(0, 3))
 def test_rows_have_the_same_bits_after_decoding(pair, data, gap):

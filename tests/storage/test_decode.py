@@ -215,6 +215,7 @@ def test_a_flip_in_a_codec_with_a_checksum_of_its_own_is_noticed(codec):
     assert n_noticed > 2 * len(stored)
 
 
+@pytest.mark.every(2)
 @CHECKED
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_chunk_that_was_cut_short_is_noticed(codec, checked):

@@ -489,6 +489,7 @@ def test_a_signal_while_the_server_is_forked_leaves_no_server(tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["weed.log"]
 
 
+@pytest.mark.slow
 def test_seaweed_keeps(tmp_path):
     keys = {"access_key": "a-key-of-ours", "secret_key": "a-secret-of-ours"}
     with patient_server(tmp_path, keep=True, **keys) as server:
@@ -521,6 +522,7 @@ def test_seaweed_ends_with_its_owner(interpreter, tmp_path, cause):
     assert [path.name for path in tmp_path.iterdir()] == ["weed.log"]
 
 
+@pytest.mark.slow
 def test_seaweed_outlives_the_thread_that_started_it(tmp_path):
     server = patient_server(tmp_path)
     thread = threading.Thread(target=server.start)

@@ -75,7 +75,7 @@ def spoil(minibatch: zl.Minibatch) -> int:
     return written
 
 
-@pytest.mark.every(3)  # each layout once, and each cache
+@pytest.mark.every(15)  # each layout once, and each cache
 @pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_changes_are_not_seen_later(store, tmp_path, layout, cache):

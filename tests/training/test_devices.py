@@ -83,7 +83,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> zl.Dataset:
 # ---- the same values
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(24)
 @pytest.mark.parametrize("device", [LateDevice, CopyingDevice])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("x", ["X", "layers/dense", ["X", "layers/dense"], None], ids=str)
@@ -94,7 +94,7 @@ def test_minibatches_equal_those_of_the_host(dataset, device, layout, x):
         assert_same_minibatches(there, here)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize(
     ("layout", "genes"), [("csr", None), ("dense", [7, 2, 250])], ids=["csr", "dense, three genes"]
@@ -104,7 +104,7 @@ def test_dtypes_equal_those_of_the_host(dataset, dtype, layout, genes):
     assert_same_minibatches(zl.Loader(dataset, device=LateDevice(), **options), zl.Loader(dataset, **options))
 
 
-@pytest.mark.every(10)  # each dtype once
+@pytest.mark.every(20)  # each dtype once
 @pytest.mark.parametrize("stored", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_stored_dtypes_are_rounded_once(tmp_path, stored, dtype):
@@ -173,6 +173,7 @@ def test_transformed_values_and_names_equal_those_of_the_host(dataset, layout, d
 # ---- staging memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_genes", [300, 20], ids=["lent memory and blocks", "blocks alone"])
 def test_no_staging_memory_is_filled_before_its_copy_is_done(tmp_path, n_genes):
     write_store(counts(1203, n_genes), tmp_path / "s.zarr", tmp_path)
@@ -302,6 +303,7 @@ def test_errors_of_reads_and_of_the_device_are_raised_after_the_minibatches_befo
     assert_threads_end()
 
 
+@pytest.mark.slow
 def test_states_count_received_minibatches(dataset):
     def make(**options: Any) -> zl.Loader:
         return zl.Loader(dataset, device=LateDevice(), **SIZES, **options)
@@ -357,6 +359,7 @@ def test_the_cpu_is_no_device(dataset, device):
     assert next(iter(loader)).x.device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_workers_have_no_device(dataset):
     loader = zl.Loader(dataset, device=LateDevice(), **SIZES)
     workers = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork")

@@ -195,6 +195,7 @@ def test_the_row_is_that_of_the_dataset_and_its_store(fractions, tmp_path):
 # ----------------------------------------------------------------------------------- complex and long numbers
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_complex_numbers_are_refused(tmp_path, dtype, zarr_format):
@@ -230,6 +231,7 @@ def unknown_dtype(store: Path, *paths: str) -> None:
     (store / "zarr.json").write_text(json.dumps(root))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("consolidated", [True, False], ids=["consolidated", "not consolidated"])
 @pytest.mark.parametrize("path", ["X/data", "X/indices", "X/indptr", "layers/dense"])
 def test_a_matrix_of_a_dtype_that_zarr_does_not_know(tmp_path, path, consolidated):
@@ -278,6 +280,7 @@ def test_indices_that_are_no_integers_are_refused(tmp_path, part):
 LARGE = 2**53 + 1  # the smallest whole number that float64 cannot hold
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("writer", ["anndata v2", "anndata v3", "convert"])
 def test_obs_and_obsm_keep_values_and_dtypes(tmp_path, writer):
     adata = annotated(values("float32"))
@@ -307,6 +310,7 @@ def test_missing_values_beside_numbers_that_floats_do_not_hold_are_refused(dtype
 OTHERS = {"float64": np.float64(0.5), "uint64": np.uint64(2**64 - 1), "missing": None}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("cached", [False, True], ids=["", "cache"])
 def test_numbers_that_several_stores_cannot_share_are_refused(tmp_path, other, cached):

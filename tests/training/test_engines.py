@@ -167,6 +167,7 @@ def test_random_kills_lose_and_repeat_nothing(dataset):
         assert_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_engines_that_died_between_epochs_are_replaced(dataset, crew):
     crew.set_epoch(1)
     wanted = epochs(crew, 1)
@@ -188,6 +189,7 @@ print(*[engine.pid for engine in loader._engines._engines._members if engine.pid
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["input()", "raise SystemExit", "del loader; import gc; gc.collect(); input()"])
 def test_nothing_is_left_of_a_script_without_main(url, then):  # noqa: F811
     """The script has no `if __name__ == "__main__"`, and would start itself again if engines imported it."""
@@ -215,6 +217,7 @@ print(found[0] == found[1], len(found[0]))
 """
 
 
+@pytest.mark.slow
 def test_a_script_from_standard_input_has_engines(url):  # noqa: F811
     """There is no file that an engine could import, and its functions are of `__main__`, as in a notebook."""
     done = subprocess.run(
@@ -224,6 +227,7 @@ def test_a_script_from_standard_input_has_engines(url):  # noqa: F811
     assert done.stdout.split() == ["True", str(-(-ADATA.n_obs // 8))]
 
 
+@pytest.mark.slow
 def test_a_notebook_has_engines(url):  # noqa: F811
     code = FROM_STDIN.replace("sys.argv[1]", repr(url))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
@@ -231,6 +235,7 @@ def test_a_notebook_has_engines(url):  # noqa: F811
     assert notebook.cells[0].outputs[0].text.split()[0] == "True"
 
 
+@pytest.mark.slow
 def test_many_epochs_leave_nothing(dataset, crew):
     def held() -> tuple[int, ...]:
         gc.collect()
@@ -250,6 +255,7 @@ def test_many_epochs_leave_nothing(dataset, crew):
     wait_until(lambda: sum(held()) <= sum(before) + 24 and threading.active_count() <= threads)
 
 
+@pytest.mark.slow
 def test_a_consumer_that_stalls_bounds_memory(dataset):
     options = zl.FetchOptions(memory="16MiB", ready_bytes=4000)
     loader = zl.Loader(dataset, processes=1, layout="dense", batch_size=2, options=options)
@@ -263,6 +269,7 @@ def test_a_consumer_that_stalls_bounds_memory(dataset):
 # ---- errors
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_a_loader(dataset, tmp_path):
     import shutil
 
@@ -280,6 +287,7 @@ class OwnError(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_errors_of_own_functions_come_in_order(dataset):
     calls = 7
 
@@ -357,6 +365,7 @@ def test_a_forked_process_keeps_the_minibatches_that_it_has(crew):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_engines_of_its_own(crew):
     crew.set_epoch(0)
     wanted, pids = epochs(crew, 1), [engine.pid for engine in engines_of(crew)]

@@ -88,6 +88,7 @@ def look_in_a_thread(loader):
 LOOKS = [look, begin_twice, break_off, close_after_one, fail_at_the_first, lose_in_a_cycle, look_in_a_thread]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("a_look", LOOKS, ids=lambda way: way.__name__)
 def test_a_look_does_not_cost_an_epoch(loader, epochs, a_look):
     for epoch in epochs[:2]:

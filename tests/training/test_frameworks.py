@@ -144,6 +144,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @others
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_values_are_those_of_torch(dataset, framework, options):
@@ -155,6 +156,7 @@ def test_a_view_has_the_same_rows(dataset, framework):
     assert_as_torch(dataset.where("lane > 1")[:, IDS[::3]], framework, layout="dense")
 
 
+@pytest.mark.slow
 @others
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
 def test_csr_rows_become_tables(dataset, framework, dtype):
@@ -172,6 +174,7 @@ def test_csr_rows_become_tables(dataset, framework, dtype):
         assert_equal(plain(found.x[3:3].padded(4)._asdict()), plain(wanted.x[3:3].padded(4)._asdict()), framework)
 
 
+@pytest.mark.slow
 @others
 def test_repeated_genes_are_summed(framework):
     rows = zl.CsrRows(np.array([0, 3, 3]), np.array([1, 1, 0], np.uint8), np.array([2, 3, 4], np.uint8), (2, 2))
@@ -180,6 +183,7 @@ def test_repeated_genes_are_summed(framework):
     assert np.asarray(rows.dense("float16")).tolist() == [[4, 5], [0, 0]]
 
 
+@pytest.mark.slow
 @others
 def test_every_minibatch_can_be_resumed_from(dataset, framework):
     assert_resumes_anywhere(lambda: zl.Loader(dataset, framework=framework, layout="dense", **SIZES), every=3)
@@ -250,6 +254,7 @@ def test_loaders_of_tensors_are_datasets_of_torch(dataset, kind):
         assert next(iter(torch.utils.data.DataLoader(each, batch_size=None))).index.tolist() == expected
 
 
+@pytest.mark.slow
 def test_another_process_knows_the_class_from_a_pickle(dataset, tmp_path):
     (tmp_path / "loader").write_bytes(pickle.dumps(zl.Loader(dataset, **SIZES)))
     script = (
@@ -349,6 +354,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @others
 @pytest.mark.parametrize("torch_is", ["there", "blocked"])
 def test_an_epoch_does_not_import_torch(url, framework, torch_is):

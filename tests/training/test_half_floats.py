@@ -53,6 +53,7 @@ def epoch_of(loader: zl.Loader) -> torch.Tensor:
     return torch.cat([minibatch.x.to_dense() for minibatch in minibatches])[order]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stored", ["uint16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("int32", "float32", "float64"))]
 )
@@ -83,6 +84,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_values_are_rounded_once(tmp_path: Path, dtype: str, layout: str) -> None:
@@ -113,7 +115,7 @@ TOO_LARGE = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("value", "stored", "dtype"), TOO_LARGE.values(), ids=TOO_LARGE)
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 @pytest.mark.parametrize("x", ["X", "layers/dense"])

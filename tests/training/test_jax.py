@@ -126,6 +126,7 @@ def test_memory_is_not_used_again(dataset):
     assert all(x.sum().item() == total for x, total, _ in kept)
 
 
+@pytest.mark.slow
 def test_compiled_functions_take_minibatches_and_are_compiled_seldom(dataset):
     compiled = []
 
@@ -179,6 +180,7 @@ print(*sorted(rows))
 """
 
 
+@pytest.mark.slow
 def test_processes_of_jax_are_ranks(url, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

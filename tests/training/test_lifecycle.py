@@ -129,7 +129,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("leave", WAYS)
 def test_leaving_ends_the_threads_and_the_next_epoch_works(loader, leave):
     kept = leave(loader)
@@ -139,6 +139,7 @@ def test_leaving_ends_the_threads_and_the_next_epoch_works(loader, leave):
     del kept
 
 
+@pytest.mark.every(2)
 def test_an_epoch_outlives_its_loader_and_ends_with_its_iterator(loader):
     minibatches = iter(loader)
     first = next(minibatches)
@@ -518,6 +519,7 @@ def test_a_fork_leaves_the_connections_of_its_parent_open(server, interpreter):
 # ---- pickles and logs
 
 
+@pytest.mark.slow
 def test_loaders_and_datasets_pickle(loader):
     """Pickling works in mid-epoch, too. The copy counts epochs from where the original stood."""
     assert pickle.loads(pickle.dumps(loader.dataset)).fingerprint == loader.dataset.fingerprint
@@ -529,6 +531,7 @@ def test_loaders_and_datasets_pickle(loader):
     assert digest(again) == digest(loader)
 
 
+@pytest.mark.every(3)
 def test_a_healthy_epoch_warns_of_nothing(loader, caplog):
     with caplog.at_level(logging.DEBUG):
         for _ in range(2):

@@ -72,6 +72,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**SIZES)
 def test_every_row_once_with_its_values_and_obs(
@@ -109,7 +110,7 @@ def test_every_row_once_with_its_values_and_obs(
         assert dropped == (503 % world_size if batch_size == 1 else 0)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_every_epoch_has_every_row_once_wherever_it_comes_from(dataset, drop_last):
     sizes = {"batch_size": 32, "fetch_factor": 4, "sampling": zl.BlockShuffling(16), "obs": OBS}
@@ -136,7 +137,7 @@ def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
     assert doctest.testmod(minibatch_module) == (0, 4)
 
 
-@pytest.mark.every(7)  # each layout, and each kind in two dtypes
+@pytest.mark.every(21)  # each layout, and each kind in two dtypes
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("kind", ["csr", "dense"])
@@ -287,6 +288,7 @@ def test_streaming_keeps_the_order_and_subsets(store):
     assert sorted(rows) == subset.tolist()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("n_rows", [1, 2, 5])
 def test_tiny_and_empty_stores(tmp_path, n_rows):
     adata = counts(n_rows, 7)
@@ -303,6 +305,7 @@ def test_tiny_and_empty_stores(tmp_path, n_rows):
 # ------------------------------------------------------------------------------------------------ determinism
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes_whatever_the_means(store, s3_store, sim, tmp_path):
     """Invariant 4, for timing, concurrency, prefetch, mirror, threads, workers and the source of the bytes."""
     sizes = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8), "obs": OBS, "seed": 3}

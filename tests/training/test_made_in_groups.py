@@ -83,6 +83,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one.equals(other) if hasattr(one, "equals") else one == other)  # frames, shapes
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("framework", ["torch", "numpy"])
 @pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
 @pytest.mark.parametrize("name", OPTIONS)

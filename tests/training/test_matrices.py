@@ -64,7 +64,7 @@ def check(loader: zl.Loader, names=NAMES, genes=slice(None)) -> None:
     assert sorted(np.concatenate(rows)) == list(range(ADATA.n_obs))
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(15)
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 def test_rows_are_aligned_and_in_the_order_of_a_single_matrix(dataset, layout):
     loader = zl.Loader(dataset, x=NAMES, obs=["lane"], layout=layout, **SIZES)
@@ -113,6 +113,7 @@ def test_genes_that_raw_does_not_have_are_refused(tmp_path):
     np.testing.assert_array_equal(dense(minibatch.x["raw/X"]), adata.raw[:, ["gene 6"]].X.toarray())
 
 
+@pytest.mark.slow
 def test_it_resumes_anywhere_in_workers_and_on_ranks(store):
     dataset = zl.open_dataset(store)
 
@@ -124,6 +125,7 @@ def test_it_resumes_anywhere_in_workers_and_on_ranks(store):
     check(DataLoader(make(), batch_size=None, num_workers=2, multiprocessing_context="fork"))
 
 
+@pytest.mark.every(3)
 def test_statistics_costs_and_sizes_count_every_matrix(dataset):
     figures = {}
     for x in (*NAMES, NAMES):
@@ -155,6 +157,7 @@ def test_pinning_and_moving_reach_every_matrix(store):
     assert {name: x.device.type for name, x in moved.x.items()} == {"X": "meta", "raw/X": "meta"}
 
 
+@pytest.mark.slow
 def test_several_stores(tmp_path):
     adatas = [source(21, 3), source(33, 9)]
     adatas[1] = adatas[1][:, ::-1].copy()

@@ -223,6 +223,7 @@ def _twice(graph: Any) -> None:
     graph["indices"][1] = graph["indices"][0]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("damage", "error", "says"),
     [

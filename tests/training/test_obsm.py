@@ -128,6 +128,7 @@ def write_all(adatas, folder: Path) -> list[Path]:
     return urls
 
 
+@pytest.mark.slow
 def test_stores_promote_their_dtypes(tmp_path):
     adatas = [embedded(40, seed=0), embedded(1, dtype="float64", seed=1), embedded(30, dtype="float16", seed=2)]
     for number, adata in enumerate(adatas):

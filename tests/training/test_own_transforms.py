@@ -66,6 +66,7 @@ def check(minibatch: zl.Minibatch, factor: int) -> np.ndarray:
     return rows
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("x", ["X", ["X", "layers/dense"]], ids=["one", "several"])
 def test_every_minibatch_is_transformed(dataset, layout, x):

@@ -59,7 +59,7 @@ NO_ROWS = packed([0], torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=to
 # ---- the values of a loader
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("x", ["X", "layers/small", "layers/halves", "layers/dense"])
 @pytest.mark.parametrize("genes", [None, [7, 2, 250, 299]], ids=["all genes", "some genes"])
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
@@ -85,7 +85,7 @@ def test_it_is_a_third_of_the_bytes(store):
     assert narrow.nbytes == 9 * 4 + 4 * len(narrow.values)  # uint16 genes and counts
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(
     ("first", "second", "united"),
     [
@@ -130,6 +130,7 @@ def test_joined_stores_have_united_genes(tmp_path):
             assert_same(narrow.x.csr(), csr.x)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("n_genes", "dtype"), [(1, "uint8"), (256, "uint8"), (257, "uint16"), (70_000, "uint32")])
 def test_genes_have_the_smallest_dtype(tmp_path, n_genes, dtype):
     adata = counts(6, n_genes, density=0.9 if n_genes < 1000 else 0.01)
@@ -141,6 +142,7 @@ def test_genes_have_the_smallest_dtype(tmp_path, n_genes, dtype):
     assert x.padded().genes[1, 0] == adata.X[1].indices[0]
 
 
+@pytest.mark.slow
 def test_several_matrices_views_workers_and_resuming(store):
     dataset = zl.open_dataset(store)
 

@@ -71,6 +71,7 @@ def assert_controlled(minibatch, n=1) -> int:
     return np.count_nonzero(apart)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
 def test_minibatches_have_whole_sets_with_their_labels_and_matched_controls(url, layout):
     loader = loader_of(url, layout=layout, obsm=["X_pca"], obs_names=True)
@@ -115,6 +116,7 @@ def test_controls_of_any_sampling(url):
     assert sum(map(assert_controlled, minibatches)) == loader.statistics().fallback_controls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["decoded", "stored"])
 def test_a_mirror_gives_the_same_minibatches(url, form, tmp_path):
     dataset = zl.open_dataset(url, cache=zl.Cache(tmp_path / "cache", form=form))
@@ -131,6 +133,7 @@ def test_a_bucket_gives_the_same_minibatches(url, s3, tmp_path):
         assert_same_minibatches([found, found.control], [wanted, wanted.control])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("rest", ["drop", "keep"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_share_out_sets_whose_rows_keep_their_controls(url, world_size, rest):
@@ -154,6 +157,7 @@ def test_workers_share_out_the_same_order(url):
     assert sorted(pairs(with_workers)) == sorted(pairs(loader))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"rest": "keep"}, {"weights": "balanced", "epoch_sets": 20}], ids=str)
 def test_it_resumes_anywhere(url, options):
     dataset = zl.open_dataset(url)

@@ -220,6 +220,7 @@ def test_totals_of_an_obs_column(dataset):
 MASKED = zl.tokenizers.Masked(0.3, seed=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [geneformer, scgpt])
 def test_tokens_do_not_depend_on_order_batch_size_workers_ranks_and_memory(dataset, make):
     wanted = by_row(zl.Loader(dataset, tokens=make(masked=MASKED), **SIZES))

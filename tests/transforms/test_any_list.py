@@ -113,13 +113,14 @@ def check(
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("x", ["X", "layers/dense"])
 def test_all_pairs_with_genes_as_dense_rows(dataset: zl.Dataset, x: str) -> None:
     for pair in product(POOL, POOL):
         check(dataset, pair, [0, 5, 1], "dense", x)
 
 
+@pytest.mark.slow
 @given(
     transforms=st.lists(st.sampled_from(POOL), min_size=1, max_size=5),
     genes=st.none() | st.lists(st.integers(0, N_GENES - 1), min_size=1, unique=True),

@@ -270,6 +270,7 @@ def test_each_matrix_may_have_its_own(dataset):
     assert {int(x.to_dense().max()) for x in both.values()} == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_joined_stores(tmp_path, layout):
     """Rows of whole stores are normalised over the joined genes, whichever of them are columns of x."""

@@ -105,11 +105,13 @@ def check(
     pd.testing.assert_frame_equal(found, wanted, rtol=1e-8, check_names=False)
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("flavor", "options"), CHOICES)
 def test_it_equals_scanpy(store, flavor, options):
     check(zl.open_dataset(store), CELLS, flavor, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavor", MATRIX)
 def test_of_views_several_stores_and_genes(store, joined, flavor):
     options = {"n_top_genes": 25, "batch_key": "batch"}
@@ -123,6 +125,7 @@ def test_of_views_several_stores_and_genes(store, joined, flavor):
     check(joined, both, flavor, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [None, 2])
 def test_logarithms_by_a_transform_or_of_a_base(tmp_path, base):
     sc = pytest.importorskip("scanpy")
@@ -151,6 +154,7 @@ def pancreas(tmp_path_factory) -> zl.Dataset:
     return zl.open_dataset(folder / "cells.zarr", cache=folder / "cache")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", EXPECTED, ids=lambda case: f"{case['flavor']} {case['batch_key']}")
 def test_it_equals_what_scanpy_found(pancreas, case):
     log = [] if case["flavor"] == "seurat_v3" else [LogNormalize(1e4)]
@@ -195,6 +199,7 @@ def test_the_cache_keeps_the_sums(store, tmp_path, monkeypatch):
     assert again.highly_variable_genes(30, x=COUNTS)["highly_variable"].sum() == 30
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_threads_memory_or_the_order_of_batches(store, tmp_path):
     dataset = zl.open_dataset(store)
     for options in ({"x": COUNTS}, {"flavor": "seurat", "n_top_genes": 20}):
