@@ -17,7 +17,8 @@ PEER = Peer(
             how="ExperimentDataset with shuffle=True, shuffle_chunk_size of a block, return_sparse_X=True and "
             "io_batch_size of a fetch (as for the other tools; its default is 65 536 rows), in experiment_dataloader "
             "(README). No worker processes, its default: it has threads of its own. In S3 with the vfs.s3 settings of "
-            "TileDB's configuration. Minibatches are scipy matrices and DataFrames.",
+            "TileDB's configuration. Minibatches are scipy matrices and DataFrames. Its main branch (2d60468) reads "
+            "shuffled epochs by the same code.",
             format="TileDB-SOMA, by tiledbsoma.io.from_h5ad with its defaults",
             store="tiledbsoma-ml",
             scenarios=(*EPOCHS, "order", "cold_warm_cloud", "conversion"),
