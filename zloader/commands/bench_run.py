@@ -126,13 +126,13 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
     complete = False
     mirrored = _Mirrored(loader)
     mirrored_before = mirrored.share
-    clocks = time.perf_counter(), cpu_s(), time.thread_time()
     disk_before, machine_before = disk_bytes(), processor_s()
+    cpu_before, loop_before, epoch_s = cpu_s(), time.thread_time(), time.perf_counter()
     samples = _Samples(lambda at_s: _sample(loader.statistics(), at_s, mirrored.share))
     try:
         for minibatch in loader:
             if not minibatches:
-                first_minibatch_s = time.perf_counter() - clocks[0]
+                first_minibatch_s = time.perf_counter() - epoch_s
                 first_wait_s = loader.statistics().wait_s
             minibatches += 1
             rows += len(minibatch)
@@ -154,8 +154,8 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
                 "first_minibatch_s": first_minibatch_s,
                 "first_wait_s": first_wait_s,
                 "stepped_s": stepped_s,
-                "cpu_s": cpu_s() - clocks[1],
-                "loop_cpu_s": time.thread_time() - clocks[2],
+                "cpu_s": cpu_s() - cpu_before,
+                "loop_cpu_s": time.thread_time() - loop_before,
                 "mirrored_before": mirrored_before,
                 "mirrored_after": mirrored.share,
                 "mirror_bytes": mirrored.n_bytes,
@@ -172,7 +172,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
                     kind=kind_of(figures),
                     complete=complete,
                     figures=figures,
-                    began_s=clocks[0] - began if began else 0.0,
+                    began_s=epoch_s - began if began else 0.0,
                     samples=samples.taken,
                 )
             )
