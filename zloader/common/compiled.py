@@ -24,7 +24,9 @@ _loaded = False  # whether numba is
 def compiled(function: Function) -> Function:
     """The function as machine code that runs without the GIL. Compiled on the first call and cached on disk.
 
-    fastmath stays off: it reorders sums and so changes their last bits, and some row orders depend on those sums.
+    It must not assign an array to a slice: numba then compiles for three seconds how the error for another length is
+    worded. fastmath stays off: it reorders sums and so changes their last bits, and some row orders depend on those
+    sums.
     """
     return cast(Function, _Compiled(function))
 

@@ -259,4 +259,6 @@ def _rows(
 def _copy(source: NDArray[np.uint8], heads: Rows, begins: Rows, sizes: Rows, out: NDArray[np.uint8]) -> None:
     for row in range(len(heads)):
         n = sizes[row]
-        out[begins[row] : begins[row] + n] = source[heads[row] : heads[row] + n]
+        taken, given = source[heads[row] : heads[row] + n], out[begins[row] : begins[row] + n]
+        for i in range(n):
+            given[i] = taken[i]

@@ -135,7 +135,9 @@ def _put(
         bits, exceptions = _coded_bits(rests, in_steps, numbers.itemsize)
     if bits == 0:
         first = _padded(out, at, numbers.itemsize) // numbers.itemsize
-        typed[first : first + n] = numbers
+        given = typed[first : first + n]
+        for i in range(n):
+            given[i] = numbers[i]
         return RAW, (first + n) * numbers.itemsize
     n_low = n if bits == 8 else (n + 1) // 2
     low, first_half, others = out[at : at + n_low], rests[:n_low], rests[n_low:]

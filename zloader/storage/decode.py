@@ -284,7 +284,7 @@ def decompress(
         if differences:
             accumulate(decoded[: chunk.first], decoded[chunk.first : chunk.stop], needed)
         elif len(needed) < chunk.elements:
-            needed[:] = decoded[chunk.first : chunk.stop]
+            _memcpy(needed.ctypes.data, decoded.ctypes.data + chunk.first * out.itemsize, len(needed) * out.itemsize)
         valid[i] = below < 0 or largest(needed) < np.uint64(below)
     return valid
 
