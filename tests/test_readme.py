@@ -65,7 +65,7 @@ def test_the_example_runs_as_it_stands_and_learns(tmp_path, monkeypatch, capsys)
     assert "epoch 0: 2,142 rows" in shown
     assert len(re.findall(r"epoch [12]: 2,142 rows.* 0 GETs", shown)) == 2
     losses = [float(loss) for loss in re.findall(r"^(\d\.\d+(?:e-\d+)?) <Statistics", shown, re.MULTILINE)]
-    said = re.search(r"falls from (\S+) in the first epoch to (\S+) in the third", text).groups()
+    said = re.search(r"falls from (\S+) to (\S+) in three epochs", text).groups()
     assert [f"{loss:.1g}" for loss in losses[::2]] == list(said)
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 15
