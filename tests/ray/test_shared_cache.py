@@ -103,7 +103,6 @@ def test_machines_read_the_store_once_and_yield_the_same(cluster, bucket, tmp_pa
     }
 
 
-@pytest.mark.slow  # a killed keeper takes seconds to come back
 @pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.long)])
 def test_kills_change_no_value(cluster, bucket, tmp_path, kills):
     expected = [digest(each) for each in (loader_of(bucket, rank=rank, world_size=2) for rank in range(2))]
@@ -130,7 +129,6 @@ def test_kills_change_no_value(cluster, bucket, tmp_path, kills):
         together(loaders)
 
 
-@pytest.mark.slow  # other drivers
 def test_keepers_end_with_the_processes_that_started_them(cluster, bucket, tmp_path):
     script = f"""
 import ray, sys
@@ -155,7 +153,6 @@ print(sum(len(minibatch) for minibatch in loader), len(zr.keepers(cache)), "torc
         time.sleep(0.1)
 
 
-@pytest.mark.slow  # processes that import everything anew
 def test_workers_and_producers_share_too(cluster, bucket, tmp_path):
     expected = digest(loader_of(bucket))
     loader = loader_of(bucket, shared(tmp_path, "machine", "workers", 1))

@@ -208,7 +208,6 @@ def test_counts_epochs_and_resumes_as_the_loader_does(stream, store):
 
 
 @pytest.mark.any_version
-@pytest.mark.slow  # many epochs
 def test_resumes_anywhere(stream):
     stream.resize(2)
 
@@ -327,7 +326,6 @@ def test_a_closed_stream_says_so(cluster, store):
 
 
 @pytest.mark.any_version
-@pytest.mark.slow  # starts a producer and a process of its own for each loss
 def test_random_kills_of_producers_and_of_a_machine(two_machines, store):
     machine = two_machines.add_node(num_cpus=2, object_store_memory=100 << 20)
     with zr.stream(loader_of(store), producers=3, resources={"num_cpus": 0.3}, ahead_bytes=200_000) as minibatches:
@@ -346,7 +344,6 @@ def test_random_kills_of_producers_and_of_a_machine(two_machines, store):
 
 
 @pytest.mark.any_version
-@pytest.mark.slow  # waits for the producer to be overtaken
 def test_a_stopped_producer_stops_nobody(cluster, store):
     loader = loader_of(store)
     with zr.stream(loader, producers=2, resources=SMALL, overtake_s=1) as minibatches:
@@ -376,7 +373,6 @@ def run_driver(script: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.any_version
-@pytest.mark.slow  # a second driver
 def test_resumes_after_the_driver_has_died(two_machines, store):
     script = f"""
 import json, os
@@ -398,7 +394,6 @@ for number, minibatch in enumerate(minibatches):
 
 
 @pytest.mark.any_version
-@pytest.mark.slow  # a real S3 server, and the start of producers
 def test_store_on_s3(two_machines, s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     options = {"storage_options": s3.storage_options}
@@ -426,7 +421,6 @@ class Rank:
 
 
 @pytest.mark.any_version
-@pytest.mark.slow  # four processes
 def test_two_ranks_train_with_gloo(two_machines, store, tmp_path):
     ranks = [Rank.remote() for _ in range(2)]
     results = ray.get([rank.train.remote(k, 2, str(store), str(tmp_path / "meet")) for k, rank in enumerate(ranks)])
@@ -467,7 +461,6 @@ def cache_of(directory: Path, node: str | None) -> zl.Cache:
 
 
 @pytest.mark.any_version
-@pytest.mark.slow  # two producers of its own
 def test_fetches_go_to_the_machine_whose_mirror_holds_them(two_machines, store, tmp_path, monkeypatch):
     """The mirror of one machine has the first half of the rows, and that of the other one has the second half."""
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -612,7 +605,6 @@ def test_a_retry_counts_for_its_own_fetch_only(cluster, on_a_simulated_server):
 
 
 @pytest.mark.any_version
-@pytest.mark.slow  # a producer of its own
 def test_takes_only_so_many_bytes_of_a_large_fetch(cluster, store):
     """One fetch has all rows, and `ahead_bytes` room for about five of its 32 minibatches."""
     loader = loader_of(store, fetch_factor=32)
@@ -632,7 +624,6 @@ def test_takes_only_so_many_bytes_of_a_large_fetch(cluster, store):
 
 
 @pytest.mark.any_version
-@pytest.mark.slow  # a second driver
 def test_the_end_of_ray_is_an_error_and_no_hang(cluster, store):
     script = f"""
 import threading, time
