@@ -182,7 +182,8 @@ def of_one_size(session: Session, case: Case, *, whole: bool) -> None:
                     continue
                 with session.attempt(place, left_out):
                     if not turn:
-                        stored(each)
+                        with session.preparing():
+                            stored(each)
                     in_new_process(measuring.touch, min(_TOUCHED, available_bytes() // 4))
                     figures = from_start(session, each, data)
                     if turn:

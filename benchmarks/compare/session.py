@@ -85,7 +85,7 @@ class Session:
     earlier: Earlier = field(default_factory=Earlier)
     failures: set[str] = field(default_factory=set)
     _used: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of a peer in a case
-    _preparing_s: float = 0.0  # spent on stores that a case was the first to need
+    _preparing_s: float = 0.0  # spent on stores
     _stores: dict[tuple[str, str], Path | str] = field(default_factory=dict)
 
     # ---- records
@@ -150,6 +150,15 @@ class Session:
             self.record("failed", **where.fields(), error=reason)
             self.say(f"{where}: FAILED: {' '.join(reason.splitlines()[-1:])}")
 
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """What is done within is not a part of a peer's time for a case, such as writing a store."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._preparing_s += time.monotonic() - began
+
     # ---- peers
 
     def add(self, names: Sequence[str], options: Any) -> list[Figures]:
@@ -200,13 +209,13 @@ class Session:
             return data.path
         key = (contender.side.store, data.name)
         if key not in self._stores:
-            store, began = self.stored_at(contender, data), time.monotonic()
+            store = self.stored_at(contender, data)
             try:
-                self.convert(contender, data, store)
+                with self.preparing():
+                    self.convert(contender, data, store)
                 self._stores[key] = store
             except CommandFailed as error:
                 self._stores[key] = str(error)
-            self._preparing_s += time.monotonic() - began
         found = self._stores[key]
         if isinstance(found, str):
             raise CommandFailed(found)

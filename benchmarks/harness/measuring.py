@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import errno
 import json
 import mmap
 import multiprocessing
@@ -143,10 +144,25 @@ def stored_bytes(store: Path) -> int:
 
 
 def read_through(path: Path) -> None:
-    """Reads a file into the page cache."""
+    """Reads a file into the page cache, without its holes, whose empty pages would drive others out of it."""
     with path.open("rb", buffering=0) as file:
-        while file.read(1 << 24):
-            pass
+        for begin, end in _extents(file.fileno()):
+            for at in range(begin, end, 1 << 24):
+                os.pread(file.fileno(), min(1 << 24, end - at), at)
+
+
+def _extents(file: int) -> Iterator[tuple[int, int]]:
+    """Where a file has bytes that are stored."""
+    end = 0
+    while True:
+        try:
+            begin = os.lseek(file, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only a hole is left
+                return
+            raise
+        end = os.lseek(file, begin, os.SEEK_HOLE)
+        yield begin, end
 
 
 def median(figures: Sequence[Figures], key: str) -> float:
