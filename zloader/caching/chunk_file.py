@@ -21,7 +21,6 @@ import contextlib
 import logging
 import mmap
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.common import page_cache
 from zloader.common.descriptors import close_with
+from zloader.common.locks import forkable_lock
 from zloader.common.records import Rows
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
@@ -54,7 +54,7 @@ class ChunkSet:
     def __init__(self, n_chunks: int) -> None:
         self._bits = np.zeros(-(-n_chunks // 8), np.uint8)  # takes no memory until a chunk is added
         self._bytes = self._bits.data  # ten times as fast as NumPy for a single chunk
-        self._lock = threading.Lock()  # threads may change bits of the same byte
+        self._lock = forkable_lock()  # threads may change bits of the same byte
 
     def contains(self, chunks: Rows) -> NDArray[np.bool_]:
         """Whether each of some chunks is in the set."""

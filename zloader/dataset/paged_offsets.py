@@ -12,7 +12,6 @@ that begin with 0 are accepted only if all entries before them are 0 too.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -23,6 +22,7 @@ from zloader.caching.mirror import MirrorArray
 from zloader.common import page_cache
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError
+from zloader.common.locks import forkable_lock
 from zloader.common.records import Rows
 from zloader.storage.layout import ArrayLayout, distinct
 from zloader.storage.metadata import IndptrCheck
@@ -61,7 +61,7 @@ class PagedOffsets:
         self._kept: dict[int, _Compact] = {}  # pages in memory, which the mirror does not take
         self._most_kept = max(1, _MOST_KEPT // self._width)
         self._n_zeros = 0  # so many entries, from the first on, are known to be 0
-        self._lock, self._dropped = threading.Lock(), False
+        self._lock, self._dropped = forkable_lock(), False
 
     def bounds(self, rows: Rows) -> tuple[Rows, Rows]:
         """The first value of each row and the value after its last. Reads the pages that are missing.

@@ -8,7 +8,6 @@ which are opened for it one by one, a few at a time.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from zloader.access.stored_objects import Listing, StoredObject, joint_fingerpri
 from zloader.caching.mirror import open_array, open_mirror_directory
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError, StoreChangedError
+from zloader.common.locks import forkable_lock
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import Rows
@@ -125,7 +125,7 @@ class StoreStack(OpenedStore):
         self._obs = parsed(table["obs"].iloc[0], "obs", holds=["columns", "obsm"])
         self._matrices: dict[str, MatrixLayout] = {}
         self._open: OrderedDict[int, OpenedStore] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = forkable_lock()
 
     def open(self, cache: Cache | None, *, number: int, offline: bool, opens: Opener) -> None:
         """Opens the mirror of the stores. `opens` opens one of them."""

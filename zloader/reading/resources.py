@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from zloader.access.file_source import FileSource
 from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.leases import Leases
+from zloader.common.locks import forkable_lock
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, ReadClock, Span
 from zloader.reading.back_pressure import ByteBudget
@@ -51,7 +52,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: list[NDArray[np.uint8]] = []
-        self._lock = threading.Lock()  # two epochs of one loader may run at once
+        self._lock = forkable_lock()  # two epochs of one loader may run at once
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         """A buffer of at least `n_bytes`, with arbitrary contents."""
