@@ -133,10 +133,12 @@ def first(session: Session) -> None:
 
 def from_start(session: Session, each: Contender, data: Data, *, rows: int | None = 1) -> Figures:
     """The first minibatch of a new process, timed from its start, with everything in the page cache."""
-    for path in (session.store(each, data), *session.mirror(data).rglob("*")):
-        for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
-            if file.is_file():
-                read_through(file)
+    store = session.store(each, data)
+    with session.preparing():
+        for path in (store, *session.mirror(data).rglob("*")):
+            for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
+                if file.is_file():
+                    read_through(file)
     began = time.perf_counter()
     with session.reader(each, data, {}) as one:
         figures = one.ask(**({"rows": rows} if rows else {}))
@@ -184,7 +186,8 @@ def of_one_size(session: Session, case: Case, *, whole: bool) -> None:
                     if not turn:
                         with session.preparing():
                             stored(each)
-                    in_new_process(measuring.touch, min(_TOUCHED, available_bytes() // 4))
+                    with session.preparing():
+                        in_new_process(measuring.touch, min(_TOUCHED, available_bytes() // 4))
                     figures = from_start(session, each, data)
                     if turn:
                         session.measurement(place, figures, metadata_only=not whole)
