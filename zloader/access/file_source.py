@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import groupby
 from typing import TypeVar
 
@@ -31,6 +30,7 @@ from zloader.common.errors import (
     TruncatedObjectError,
 )
 from zloader.common.file_systems import has_stable_inodes
+from zloader.common.locks import cached_property
 from zloader.common.options import FetchOptions
 from zloader.common.records import ReadClock, Span
 

@@ -22,7 +22,6 @@ import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import google_crc32c
@@ -36,6 +35,7 @@ from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.caching.row_blocks import RowBlocks, RowForm, has_panels, has_rows
 from zloader.common import page_cache
+from zloader.common.locks import cached_property
 from zloader.common.options import Cache
 from zloader.common.records import Held, Rows
 from zloader.storage.decode import Decoder, checksum

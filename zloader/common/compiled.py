@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -90,11 +91,20 @@ def _jit(function: Callable[..., Any]) -> Any:
     import numba
 
     _loaded = True
+    _hold_at_forks()
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # neither the directory of the module nor that of the user can be written
         _say_not_kept()
         return numba.njit(nogil=True)(function)
+
+
+@functools.cache
+def _hold_at_forks() -> None:
+    """Makes forks wait while another thread compiles: a process forked meanwhile could never compile anything."""
+    from numba.core.compiler_lock import global_compiler_lock as lock
+
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from zloader.access.stored_objects import Listing
 from zloader.access.zarr_groups import UNDECODABLE, member_of, undecodable_key
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, ZloaderError
+from zloader.common.locks import cached_property
 from zloader.selecting.columns import as_names
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import layout_of, stored_length

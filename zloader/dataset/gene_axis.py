@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, MissingColumnError
+from zloader.common.locks import cached_property
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import Rows
 from zloader.dataset.elements import load_anndata

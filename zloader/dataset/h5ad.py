@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zloader.access.location import Location
@@ -18,6 +17,7 @@ from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.kept_objects import MAX_BYTES, load_object, may_be_decoded, save_object
 from zloader.common.errors import CacheError, FormatError, ZloaderError
+from zloader.common.locks import cached_property
 from zloader.common.options import Cache
 from zloader.dataset.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
 from zloader.dataset.modalities import MUDATA

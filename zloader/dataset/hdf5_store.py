@@ -17,7 +17,6 @@ import json
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +38,7 @@ from zloader.common.errors import (
     StoreError,
     TruncatedObjectError,
 )
+from zloader.common.locks import cached_property
 from zloader.storage.decode import Decoder
 from zloader.storage.hdf5_filters import filters_codecs
 from zloader.storage.layout import ArrayLayout

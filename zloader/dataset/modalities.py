@@ -11,13 +11,14 @@ muon names them. So are its obsm arrays, `NAME:X_pca`.
 from __future__ import annotations
 
 import re
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.dataset.elements import StoredElements
 from zloader.selecting.row_maps import RowMap, checked_map, is_whole, looked_up

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from zloader.caching.mirror import load_column, save_column
 from zloader.common import page_cache
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore
 from zloader.reading.gather import indptr_of

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from zloader.caching.mirror import MirrorArray
 from zloader.common import page_cache
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore
 from zloader.selecting.columns import (

@@ -11,7 +11,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,6 +23,7 @@ from zloader.common.checks import names_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
 from zloader.common.errors import MissingColumnError, OptionError
+from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions

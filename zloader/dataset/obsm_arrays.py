@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from zloader.caching.mirror import load_column, save_column
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError, ZloaderError
+from zloader.common.locks import cached_property
 from zloader.common.messages import suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows

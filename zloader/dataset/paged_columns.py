@@ -13,7 +13,6 @@ import math
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from zloader.caching.mirror import Mirror, MirrorArray, has_array
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError
+from zloader.common.locks import cached_property
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.obs_columns import StoreColumns

@@ -11,7 +11,6 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from zloader.access.stored_objects import Listing, StoredObject, joint_fingerpri
 from zloader.caching.mirror import open_array, open_mirror_directory
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError, StoreChangedError
-from zloader.common.locks import forkable_lock
+from zloader.common.locks import cached_property, forkable_lock
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import Rows

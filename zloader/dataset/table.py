@@ -7,7 +7,6 @@ the rows of them that it has. `dataset.py` adds which rows these are: selecting 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from zloader.common.checks import names_of, require_one_of, require_whole
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
+from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, MinibatchArrays, Rows, X

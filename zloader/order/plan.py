@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -36,6 +35,7 @@ from numpy.typing import NDArray
 
 from zloader.common.checks import require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.order.parts import DealtParts, stretch_of
 from zloader.order.permutation import key_of, shuffled

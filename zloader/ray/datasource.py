@@ -19,6 +19,7 @@ from ray.data.datasource import Datasource, ReadTask
 from zloader.common.checks import names_of, require_whole
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
+from zloader.common.locks import cached_property
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows
 from zloader.dataset.dataset import Dataset
 from zloader.order.plan import Fetch, Plan
@@ -146,11 +147,11 @@ class PlanDatasource(Datasource):  # type: ignore[misc]
             tasks.append(ReadTask(read_fn, metadata, self._schema, per_task_row_limit))
         return tasks
 
-    @functools.cached_property
+    @cached_property
     def _schema(self) -> pa.Schema:
         return table_of(_no_rows(self._loader)).schema
 
-    @functools.cached_property
+    @cached_property
     def _fetch_bytes(self) -> list[int]:
         """The bytes of the blocks of each fetch."""
         plan, count = self._plan, RowBytes(self._loader)

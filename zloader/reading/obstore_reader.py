@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from zloader.access.forks import claim_process
 from zloader.access.location import Location
 from zloader.access.object_stores import ObjectStore
 from zloader.access.retry import MISSING, RANGE_IGNORED, ReadFailure, denied, truncated
+from zloader.common.locks import cached_property
 from zloader.common.messages import reason_of
 from zloader.common.records import Span
 from zloader.reading.range_reader import Answer

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.locks import cached_property
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.storage.decode import CHUNK

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from zloader.caching.chunk_file import ArrayFile
 from zloader.caching.leases import Leases
 from zloader.common.errors import CorruptChunkError, MissingObjectError
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import Elements, Slots, batches, planner_of
 from zloader.reading.resources import Resources

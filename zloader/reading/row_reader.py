@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from zloader.caching.row_blocks import CodedRows, RowBlocks
 from zloader.common.compiled import compiled
 from zloader.common.concurrent_calls import aside
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.reading import gather
 from zloader.reading.filling import MirrorFiller

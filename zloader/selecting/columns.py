@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError, ZloaderError
+from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.records import Rows, windows_of
 

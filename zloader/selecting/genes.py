@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
+from zloader.common.locks import cached_property
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.selecting.rows import range_of

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import google_crc32c
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import External, compiled, compiled_after, compiler_is_loaded
 from zloader.common.errors import CorruptChunkError
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.storage import hdf5_filters
 from zloader.storage.coders import PCODEC, chain_of, decode_within, is_whole_blosc, sizes_before

@@ -9,10 +9,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
 from zloader.storage.placement import Index, Placement
 

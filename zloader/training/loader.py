@@ -15,6 +15,7 @@ from zloader.common.checks import require_count, require_whole
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError, ProducerError
 from zloader.common.loaded import worker_info
+from zloader.common.locks import cached_property
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
 from zloader.common.records import Statistics
@@ -290,7 +291,7 @@ class Loader(_Dataset):
         resumed(plan, position.stretches)
         self._progress.restart(position)
 
-    @functools.cached_property
+    @cached_property
     def _identity(self) -> dict[str, Any]:
         """The entries of a state that must equal those of the loader it is loaded into."""
         place = self._placement()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
+from zloader.common.locks import cached_property
 from zloader.common.options import FetchOptions
 from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset

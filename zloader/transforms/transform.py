@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 from typing import Any, ClassVar, TypeAlias
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
+from zloader.common.locks import cached_property
 from zloader.common.messages import suggestion
 from zloader.common.records import CsrArrays, Rows, X
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import zarr
@@ -20,6 +19,7 @@ from zarr.storage import StorePath
 from zloader.access.listed_store import ListedStore
 from zloader.access.zarr_groups import UNDECODABLE, stored_keys
 from zloader.common.errors import FormatError
+from zloader.common.locks import cached_property
 from zloader.conversion.writing.object_writer import translated
 from zloader.conversion.writing.ownership import MARKER
 from zloader.conversion.writing.stored import StoredArray

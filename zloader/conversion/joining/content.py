@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import anndata as ad
@@ -19,6 +19,7 @@ import pandas as pd
 import scipy.sparse
 
 from zloader.common.errors import OptionError, SourceError
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.conversion.joining.genes import GeneRule, gene_axis, name_genes
 from zloader.conversion.joining.selection import Selection, Stack, gene_matrices, keys_of, row_parts

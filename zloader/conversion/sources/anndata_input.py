@@ -6,7 +6,6 @@ import hashlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, Self
 
 import anndata as ad
@@ -15,6 +14,7 @@ import h5py
 import pandas as pd
 
 from zloader.common.errors import SourceError
+from zloader.common.locks import cached_property
 from zloader.conversion.sources.locations import Objects
 from zloader.conversion.sources.nodes import Node, reading, require_names, require_text
 from zloader.conversion.sources.transpose import CscMatrix

@@ -8,13 +8,13 @@ columns are copied to a temporary file first, by the row group, because obs is r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from zloader.common.errors import SourceError
+from zloader.common.locks import cached_property
 from zloader.common.messages import warn_user
 from zloader.common.options import MiB
 from zloader.common.records import Rows

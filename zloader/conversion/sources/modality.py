@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from zloader.common.errors import SourceError
+from zloader.common.locks import cached_property
 from zloader.common.messages import listed
 from zloader.common.records import Rows
 from zloader.conversion.sources.anndata_input import Input, StoredInput
