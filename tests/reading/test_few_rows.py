@@ -97,6 +97,15 @@ def test_scattered_rows_are_the_same(genes, values, wanted, mapped, draw):
         same_bits(by_numpy[5], by_loop[5])
 
 
+def test_repeated_genes_without_a_finite_sum_are_no_warning():
+    """As in the compiled loops. Warnings are errors in tests."""
+    genes, ends = np.zeros(2, np.int32), (np.zeros(1, np.int64),) * 2
+    for values in ([np.inf, -np.inf], [3e38, 3e38]):
+        out, stored = np.zeros((1, 1), np.float32), np.array(values, np.float32)
+        few_rows.scatter_rows((genes, None), stored, ends, np.array([2]), np.zeros(1, np.int64), out, None)
+        assert not np.isfinite(out).any()
+
+
 @pytest.mark.every(4)
 @pytest.mark.parametrize(("genes", "values", "wanted"), [*(each[:3] for each in DTYPES), ("int32", "float64", "int32")])
 @given(draw=st.data())

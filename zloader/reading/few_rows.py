@@ -82,7 +82,8 @@ def scatter_rows(
         if (columns[1:] > columns[:-1]).all():
             flat[columns] = taken + out.dtype.type(0)  # as 0 plus a negative 0 is 0
         else:
-            np.add.at(flat, columns, taken)  # one after another, as a gene may occur twice
+            with np.errstate(over="ignore", invalid="ignore"):  # as compiled loops do
+                np.add.at(flat, columns, taken)  # one after another, as a gene may occur twice
     return -1
 
 
