@@ -201,6 +201,19 @@ def test_options_that_a_mudata_does_not_take(written: Path, tmp_path: Path, sele
     assert not (tmp_path / "a.zarr").exists()
 
 
+def test_a_modality_may_have_layers_only(tmp_path: Path) -> None:
+    names = [f"cell{i}" for i in range(6)]
+    first = ad.AnnData(obs=pd.DataFrame(index=names), var=frame(4, "p"))
+    first.layers["counts"] = counts(6, 4)
+    second = ad.AnnData(counts(6, 3), obs=pd.DataFrame(index=names), var=frame(3, "q"))
+    mudata.MuData({"first": first, "second": second}).write(tmp_path / "a.h5mu")
+    zl.convert(tmp_path / "a.h5mu", tmp_path / "a.zarr", progress=False)
+    found = mudata.read_zarr(tmp_path / "a.zarr")
+    assert found["first"].X is None
+    np.testing.assert_array_equal(dense(found["first"].layers["counts"]), dense(first.layers["counts"]))
+    np.testing.assert_array_equal(dense(found["second"].X), dense(second.X))
+
+
 @pytest.mark.slow
 def test_several_are_joined_by_modality(written: Path, tmp_path: Path) -> None:
     one, other = cite(), cite(50, seed=7, prefix="other")

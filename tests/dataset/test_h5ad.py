@@ -289,6 +289,17 @@ def test_what_is_refused_and_why(tmp_path: Path, kind: str, words: str) -> None:
     assert "convert" in str(error.value)
 
 
+def test_only_so_many_records_are_read(tmp_path: Path) -> None:
+    """Beyond 2**20 fields they are refused, as reading them may take long, and nothing else is."""
+    path = write(tmp_path / "a.h5ad")
+    with h5py.File(path, "r+") as file:
+        file["uns/few"], file["uns/many"] = np.zeros(1 << 19, "i1,i1"), np.zeros((1 << 19) + 1, "i1,i1")
+        nodes, _ = scan(file)
+    assert nodes["uns/few"]["shape"] == [1 << 19]
+    assert nodes["uns/many"] == {"refused": "it holds more than 1048576 fields of records"}
+    rows_are_right(path)
+
+
 def test_a_group_that_contains_itself_ends(tmp_path: Path) -> None:
     path = write(tmp_path / "a.h5ad")
     with h5py.File(path, "r+") as file:
