@@ -183,10 +183,9 @@ def of_one_size(session: Session, case: Case, *, whole: bool) -> None:
                 if each.name in left_out or not (whole or each.tool == "zloader"):
                     continue
                 with session.attempt(place, left_out):
-                    if not turn:
-                        with session.preparing():
-                            stored(each)
                     with session.preparing():
+                        if not turn:
+                            stored(each)
                         in_new_process(measuring.touch, min(_TOUCHED, available_bytes() // 4))
                     figures = from_start(session, each, data)
                     if turn:

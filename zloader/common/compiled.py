@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
+
+from zloader.common.locks import hold_at_forks
 
 log = logging.getLogger("zloader")
 
@@ -90,21 +91,14 @@ def _jit(function: Callable[..., Any]) -> Any:
     global _loaded
     import numba
 
-    _loaded = True
-    _hold_at_forks()
+    if not _loaded:
+        hold_at_forks(numba.core.compiler_lock.global_compiler_lock)  # a process forked meanwhile could never compile
+        _loaded = True
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # neither the directory of the module nor that of the user can be written
         _say_not_kept()
         return numba.njit(nogil=True)(function)
-
-
-@functools.cache
-def _hold_at_forks() -> None:
-    """Makes forks wait while another thread compiles: a process forked meanwhile could never compile anything."""
-    from numba.core.compiler_lock import global_compiler_lock as lock
-
-    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 @functools.cache

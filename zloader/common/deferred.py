@@ -8,15 +8,16 @@ a module is imported, as in a type alias, would import pandas at once: tests/com
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+from zloader.common.locks import hold_at_forks
+
 __all__ = ["Deferred", "pd"]
 
-# Held while a module is imported. A process that is forked meanwhile could never import it, so forking waits.
+# Held while a module is imported, which a process that is forked meanwhile could never import.
 _importing = threading.RLock()
-os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
+hold_at_forks(_importing)
 
 
 class Deferred:

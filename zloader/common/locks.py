@@ -1,4 +1,4 @@
-"""Locks that a forked process can take, whichever thread of its parent holds them, and `cached_property` without one.
+"""Locks that a forked process can take, whichever thread of its parent held them, and `cached_property` without one.
 
 DataLoader workers may be forked while another epoch of the dataset runs in threads, which do not exist in the worker.
 """
@@ -29,6 +29,11 @@ def _free_all() -> None:
 
 
 os.register_at_fork(after_in_child=_free_all)
+
+
+def hold_at_forks(lock: Any) -> None:
+    """Makes forks wait until no other thread holds a reentrant lock, because what it protects must not be cut short."""
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 if TYPE_CHECKING or sys.version_info >= (3, 12):
