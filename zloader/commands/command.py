@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Annotated, Any, NoReturn, get_type_hints
 
+import click
 import typer
 import typer.core
 
 from zloader.common.errors import ZloaderError
+from zloader.common.removed import advice_for_command
 from zloader.common.version import __version__
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -73,6 +75,14 @@ def _plain_warnings() -> Iterator[None]:
 
 class _Commands(typer.core.TyperGroup):
     """Prints errors as one line, and exits with status 128 + N on signal N once all contexts have been left."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if advice := advice_for_command(args[0]):
+                raise click.UsageError(f"{error.message} {advice[:1].upper()}{advice[1:]}.", ctx) from None
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 from zloader.common.errors import KeywordError
 from zloader.common.messages import listed, nearest
+from zloader.common.removed import advice_for_option
 
 T = TypeVar("T")
 
@@ -130,6 +131,8 @@ def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
         return None
     called = function.__qualname__.removesuffix(".__init__")
     answer = f"{called} has no option {unknown!r}"
+    if advice := advice_for_option(called, unknown):
+        return f"{answer}: {advice}"
     if called in ("Loader", "DataModule") and unknown in _OF_OTHER_LOADERS:
         return f"{answer}: {_OF_OTHER_LOADERS[unknown]}"
     if known[:1] == [_CONDITION]:

@@ -8,6 +8,8 @@ try:
 except ImportError as error:
     raise ImportError('zloader.ray needs Ray: pip install "zloader[ray]"') from error
 
+from zloader.common.removed import absent
+
 if TYPE_CHECKING:
     from zloader.ray.datasource import read
     from zloader.ray.shared_cache import SharedCache, cache, keepers
@@ -31,4 +33,4 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(f"zloader.ray.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise absent(__name__, name)

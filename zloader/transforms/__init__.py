@@ -13,7 +13,10 @@ chooses the columns of x afterwards, as one normalises with scanpy before one ta
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from zloader.common.keywords import answers
+from zloader.common.removed import absent
 from zloader.transforms.downsampling import Downsample
 from zloader.transforms.normalizing import LogNormalize, Normalize
 from zloader.transforms.of_values import Binarize, Clip, Scale
@@ -36,3 +39,7 @@ __all__ = [
 
 for _name in __all__:
     globals()[_name] = answers(globals()[_name])
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise absent(__name__, name)
