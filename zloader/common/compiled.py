@@ -7,9 +7,12 @@ loops. Nor does an epoch of few values: until numba is loaded, NumPy does the wo
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import logging
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -94,16 +97,52 @@ def _jit(function: Callable[..., Any]) -> Any:
     if not _loaded:
         hold_at_forks(numba.core.compiler_lock.global_compiler_lock)  # a process forked meanwhile could never compile
         _loaded = True
+    dispatcher: Any = numba.njit(nogil=True)(function)
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        dispatcher._cache = _cache_class()(function)
     except RuntimeError:  # neither the directory of the module nor that of the user can be written
         _say_not_kept()
-        return numba.njit(nogil=True)(function)
+    return dispatcher
 
 
 @functools.cache
 def _say_not_kept() -> None:
     log.warning("compiled loops cannot be kept on disk: set NUMBA_CACHE_DIR to a directory that can be written")
+
+
+@functools.cache
+def _cache_class() -> Any:
+    """numba's cache of compiled functions, in a directory named after the sources of all loops.
+
+    numba compares a kept function with the file of that function alone, although machine code contains the loops of
+    other files that it calls. Directories of other sources, such as those of an earlier release, are removed.
+    """
+    from numba.core.caching import CompileResultCacheImpl, FunctionCache
+
+    class OfTheseSources(CompileResultCacheImpl):
+        def __init__(self, function: Callable[..., Any]) -> None:
+            super().__init__(function)  # type: ignore[no-untyped-call]
+            parent = Path(self.locator.get_cache_path())
+            directory = parent / f"{_DIRECTORY}{_digest()}"
+            if not directory.exists():
+                for other in parent.glob(f"{_DIRECTORY}*"):
+                    shutil.rmtree(other, ignore_errors=True)
+            self.locator.get_cache_path = lambda: str(directory)
+
+    return type("LoopCache", (FunctionCache,), {"_impl_class": OfTheseSources})
+
+
+_DIRECTORY = "zloader-loops-"
+
+
+@functools.cache
+def _digest() -> str:
+    """A digest of numba's version and of all files of zloader that define compiled loops."""
+    import numba
+
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
+    loops = b"".join(text for text in texts if b"\n@compiled" in text)
+    return hashlib.sha256(numba.__version__.encode() + loops).hexdigest()[:16]
 
 
 @compiled
