@@ -72,7 +72,6 @@ OPERATIONS: dict[str, Operation] = {
     "split 9:1": lambda dataset: dataset.split([0.9, 0.1]),
     "split by drug": lambda dataset: dataset.split([0.9, 0.1], by="drug"),
     "split stratified": lambda dataset: dataset.split([0.9, 0.1], stratify="cell_line"),
-    "split, hold_out": lambda dataset: dataset.split(hold_out={"cell_line": ["cell_line 1"]}),
     "pickle of a view": lambda dataset: len(pickle.dumps(dataset.where("plate != 'plate 3'"))),
     "pickle of a Loader, and back": lambda dataset: len(pickle.loads(pickle.dumps(zl.Loader(dataset, obs=["drug"])))),
     "take 3 rows": lambda dataset: dataset.take([5, dataset.n_obs // 2, 3]),

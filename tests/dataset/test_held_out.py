@@ -1,4 +1,4 @@
-"""Parts with labels held out: few-shot, zero-shot, and controls that are in one part only."""
+"""Splits by several columns, and parts that are united of views: labels held out, and controls in one part only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from helpers import counts, write_store
 
 import zloader as zl
-from zloader.common.errors import MissingColumnError, OptionError
+from zloader.common.errors import OptionError
 
 pytestmark = pytest.mark.any_version
 
@@ -37,30 +37,22 @@ def rows_of(parts) -> dict[str, np.ndarray]:
     return rows
 
 
-def test_a_line_held_out_is_never_seen_in_training(dataset):
-    rows = rows_of(dataset.split(hold_out={"line": ["B"]}))
-    assert rows["test"].tolist() == np.flatnonzero(LINE == "B").tolist()
-    assert rows["train"].tolist() == np.flatnonzero(LINE != "B").tolist()
-
-
-def test_labels_of_several_columns_hold_out_their_combinations(dataset):
-    rows = rows_of(dataset.split(hold_out={"line": ["A", "B"], "drug": "x"}))
-    held = np.isin(LINE, ["A", "B"]) & (DRUG == "x")
-    assert rows["test"].tolist() == np.flatnonzero(held).tolist()
-    assert len(rows["train"]) == 900 - held.sum()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_some_drugs_of_a_line_are_held_out_and_its_controls_are_divided(dataset, seed):
-    parts = {"train": 0.5, "val": 0.25, "test": 0.25}
-    split = dataset.split(parts, hold_out={"line": ["C"]}, by="drug", controls=DMSO, seed=seed)
+    shares = {"train": 0.5, "val": 0.25, "test": 0.25}
+    held = dataset.where("line == 'C'")
+    treated = held.where("drug != 'DMSO'").split(shares, by="drug", seed=seed)
+    controls = held.where(DMSO).split(shares, seed=seed)
+    united = {name: [treated[name].row_numbers, controls[name].row_numbers] for name in shares}
+    united["train"].append(np.setdiff1d(np.arange(900), held.row_numbers))
+    split = {name: dataset.where(np.concatenate(of_part)) for name, of_part in united.items()}
     rows = rows_of(split)
     assert sum(map(len, rows.values())) == 900
     assert {*np.flatnonzero(LINE != "C").tolist()} <= {*rows["train"].tolist()}
     drugs = {name: {*DRUG[of_part[LINE[of_part] == "C"]]} - {"DMSO"} for name, of_part in rows.items()}
     assert sorted(drug for each in drugs.values() for drug in each) == ["w", "x", "y", "z"]
     n_controls = np.count_nonzero((LINE == "C") & (DRUG == "DMSO"))
-    for name, share in parts.items():
+    for name, share in shares.items():
         own = rows[name][LINE[rows[name]] == "C"]
         assert abs(np.count_nonzero(DRUG[own] == "DMSO") - share * n_controls) <= 1
         sampling = zl.CellSets(["line", "drug"], 4)
@@ -69,12 +61,13 @@ def test_some_drugs_of_a_line_are_held_out_and_its_controls_are_divided(dataset,
         assert seen <= {*rows[name].tolist()}
 
 
-def test_groups_of_several_columns_stay_together_and_every_line_keeps_controls(dataset):
-    rows = rows_of(dataset.split({"train": 0.7, "test": 0.3}, by=["line", "drug"], controls=DMSO))
+def test_groups_of_several_columns_stay_together(dataset):
+    rows = rows_of(dataset.split({"train": 0.7, "test": 0.3}, by=["line", "drug"]))
     assert sum(map(len, rows.values())) == 900
     groups = [{*zip(LINE[of_part], DRUG[of_part], strict=True)} for of_part in rows.values()]
-    assert {drug for _, drug in groups[0] & groups[1]} == {"DMSO"}
-    assert {line for line, drug in groups[0] & groups[1] if isinstance(line, str)} == {*"ABC"}
+    assert {line for line, _ in groups[0] & groups[1]} <= {None, np.nan}  # rows without a line are one group
+    with pytest.raises(OptionError, match="20 parts need as many labels, but 2 obs columns together"):
+        dataset.split([0.05] * 20, by=["line", "drug"])
 
 
 def test_strata_of_several_columns(dataset):
@@ -91,43 +84,16 @@ def test_strata_of_several_columns(dataset):
 
 def test_a_split_of_a_view(dataset):
     view = dataset.where("line in ['A', 'B']")
-    rows = rows_of(view.split(hold_out={"line": "B"}, controls=DMSO))
-    assert rows["test"].tolist() == np.flatnonzero(LINE == "B").tolist()
-    assert rows["train"].tolist() == np.flatnonzero(LINE == "A").tolist()
+    rows = rows_of(view.split({"train": 0.5, "test": 0.5}, by="line"))
+    assert sorted({*LINE[of_part]} for of_part in rows.values()) == [{"A"}, {"B"}]
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "says"),
-    [
-        ({}, OptionError, "give the parts as a list"),
-        ({"hold_out": {}}, OptionError, "hold_out must be labels by obs column"),
-        ({"hold_out": ["B"]}, OptionError, "hold_out must be labels by obs column"),
-        ({"hold_out": {"line": []}}, OptionError, "hold_out lists no label of 'line'"),
-        ({"hold_out": {"lin": ["B"]}}, MissingColumnError, "Did you mean 'line'"),
-        ({"hold_out": {"drug": ["DSMO"]}}, OptionError, "Did you mean 'DMSO'"),
-        ({"parts": [5, 5], "controls": DMSO}, OptionError, "give fractions of the rows when there are controls"),
-        ({"parts": 0.5, "hold_out": {"line": "B"}}, OptionError, "or a dict by name, not 0.5"),
-        ({"parts": [0.2] * 6, "by": ["line", "cell_type"], "hold_out": {"line": "B"}}, OptionError, "add up to"),
-        (
-            {"parts": [0.1] * 9, "by": ["line", "drug"], "hold_out": {"line": "B"}},
-            OptionError,
-            "2 obs columns together",
-        ),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_held_out_is_refused(dataset, options, kind, says):
-    with pytest.raises(kind, match=says):
-        dataset.split(**options)
-
-
-def test_the_windows_of_a_split_with_rows_held_out_do_not_show(dataset, monkeypatch):
+def test_the_windows_of_a_split_by_several_columns_do_not_show(dataset, monkeypatch):
     ways = [{"by": "drug"}, {"stratify": "drug"}, {}, {"by": ["drug", "line"]}]
-    options = {"hold_out": {"line": ["A", "C"]}, "controls": DMSO, "seed": 2}
-    whole = [rows_of(dataset.split({"train": 0.5, "test": 0.4}, **way, **options)) for way in ways]
+    whole = [rows_of(dataset.split({"train": 0.5, "test": 0.4}, **way, seed=2)) for way in ways]
     monkeypatch.setattr("zloader.common.records.WINDOW_ROWS", 512)
     for way, rows in zip(ways, whole, strict=True):
-        again = rows_of(dataset.split({"train": 0.5, "test": 0.4}, **way, **options))
+        again = rows_of(dataset.split({"train": 0.5, "test": 0.4}, **way, seed=2))
         assert {name: found.tolist() for name, found in again.items()} == {
             name: found.tolist() for name, found in rows.items()
         }

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.dataset.in_memory import as_scipy
-from zloader.dataset.splits import Among, part_windows
+from zloader.dataset.splits import part_windows
 from zloader.dataset.views import RowSet, Within, mask_of
 from zloader.insight.cost import epoch_costs
 from zloader.order.plan import Plan
@@ -135,7 +135,7 @@ def test_sets_of_other_rows_have_other_digests(made, place):
 
 def split_rows(shares, of, n_rows, **how) -> np.ndarray:
     """The part of each of `n_rows` rows."""
-    return np.concatenate([np.empty(0, np.uint8), *part_windows(shares, of, Among(n_rows), **how)])
+    return np.concatenate([np.empty(0, np.uint8), *part_windows(shares, of, n_rows, **how)])
 
 
 SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=4).map(
@@ -375,7 +375,7 @@ def test_many_rows_take_little_memory():
             {"by": None, "stratify": "donor"},
             {"by": None, "stratify": None},
         ):
-            parts = RowSet.of_parts(n, 3, part_windows([0.8, 0.1, 0.1], of, Among(n), **way, seed=0))
+            parts = RowSet.of_parts(n, 3, part_windows([0.8, 0.1, 0.1], of, n, **way, seed=0))
             assert sum(map(len, parts)) == n
         _, most = tracemalloc.get_traced_memory()
     finally:

@@ -25,7 +25,7 @@ from zloader.dataset.gene_table import GeneTable
 from zloader.dataset.matrices import Matrices, Panel
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
-from zloader.dataset.splits import Names, Shares, SplitRule, condition_of, listed
+from zloader.dataset.splits import Names, Shares, listed, part_windows
 from zloader.dataset.views import Condition, RowSet, moved, rows_matching
 from zloader.order.sampling import Sampling
 from zloader.selecting.gene_names import GeneJoin
@@ -238,12 +238,10 @@ class Dataset(GeneTable):
     @overload
     def split(
         self,
-        parts: Mapping[str, float] | None = None,
+        parts: Mapping[str, float],
         *,
         by: Names | None = None,
         stratify: Names | None = None,
-        hold_out: Mapping[str, Any] | None = None,
-        controls: Condition | None = None,
         seed: int = 0,
     ) -> dict[str, View]: ...
 
@@ -254,19 +252,15 @@ class Dataset(GeneTable):
         *,
         by: Names | None = None,
         stratify: Names | None = None,
-        hold_out: Mapping[str, Any] | None = None,
-        controls: Condition | None = None,
         seed: int = 0,
     ) -> list[View]: ...
 
     def split(
         self,
-        parts: Shares | None = None,
+        parts: Shares,
         *,
         by: Names | None = None,
         stratify: Names | None = None,
-        hold_out: Mapping[str, Any] | None = None,
-        controls: Condition | None = None,
         seed: int = 0,
     ) -> list[View] | dict[str, View]:
         """Random, disjoint views: a list of them, or a dict if `parts` is a dict.
@@ -284,26 +278,12 @@ class Dataset(GeneTable):
           should have rows is empty.
         - `stratify`: an obs column of the same kinds, or a list of them. Every view gets its share of the rows of each
           label, to within one row.
-        - `hold_out`: labels of obs columns, such as `{"cell_line": ["K562"]}`. Only rows that have one of the labels in
-          every column are split; all others belong to the first view. Default of `parts`: `{"train": 0.0, "test":
-          1.0}`, so that the first view has none of the rows held out (zero-shot).
-        - `controls`: a condition as in `where`, such as `"drug == 'DMSO'"`. These rows are split at random, with the
-          same shares for every label of `by` and `hold_out`. So every view has controls, and no control is in two.
         - `seed`: the same seed gives the same views on every machine.
-
-        >>> dataset.split(hold_out={"donor": ["d1"]})["test"].obs()["donor"].unique().tolist()
-        ['d1']
 
         Raises OptionError for unusable parts, for fewer labels than views, or if both `by` and `stratify` are given;
         MissingColumnError for an unknown obs column.
         """
-        if parts is None:
-            if hold_out is None:
-                raise OptionError("give the parts as a list such as [0.9, 0.1], or a dict by name")
-            parts = {"train": 0.0, "test": 1.0}
-        held, chosen = (None if each is None else self.rows_of(each) for each in (condition_of(hold_out), controls))
-        rule = SplitRule(by=by, stratify=stratify, held_by=list(hold_out or ()), seed=seed)
-        part_of_row = rule.parts(parts, self.obs_column, self.n_obs, held=held, controls=chosen)
+        part_of_row = part_windows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
         views = [self._view(rows) for rows in RowSet.of_parts(self.n_obs, len(listed(parts)), part_of_row)]
         return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
 

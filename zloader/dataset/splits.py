@@ -1,17 +1,13 @@
 """Splitting rows into parts: by fractions or sizes, by whole labels, or stratified by label. Pure.
 
-Rows may be held out, such as those of a cell line: then only these are split, and all others belong to the first part.
-Controls are split apart from the other rows and stratified, so that every part has some of its own.
-
 A keyed permutation takes the place of random numbers, so a seed gives the same split on every machine. The cost per row
 is constant, and rows are handled in windows, so that no array over all rows is made.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -21,8 +17,6 @@ from zloader.common import page_cache
 from zloader.common.checks import is_number, one_or_more
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, windows_of
-from zloader.dataset.group_parts import parts_of_groups
-from zloader.dataset.views import RowSet
 from zloader.order.permutation import key_of, permute
 from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask
@@ -30,13 +24,14 @@ from zloader.selecting.groups import count_codes, groups_of
 
 Names = str | Sequence[str]
 Shares = Sequence[float] | Mapping[str, float]
+_TRIES = 20_000  # attempts at an exchange between two parts; takes well below a second
 _ROUNDING = 1e-6  # tolerance for fractions that should add up to 1, such as float32 values
 
 
 def part_windows(
-    shares: Shares, column: Column, among: Among, *, by: Names | None, stratify: Names | None, seed: int
+    shares: Shares, column: Column, n_rows: int, *, by: Names | None, stratify: Names | None, seed: int
 ) -> Iterator[NDArray[np.integer]]:
-    """The number of the part of each row that is split, window by window. Rows left over get the last number plus one.
+    """The number of the part of each row, window by window. Rows left over get the last number plus one.
 
     Raises OptionError or MissingColumnError.
     """
@@ -45,60 +40,23 @@ def part_windows(
     by_columns, strata = _names(by=by), _names(stratify=stratify)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
         raise OptionError(f"seed must be a whole number of at least 0, not {seed!r}")
-    sizes = _sizes(listed(shares), len(among))
+    sizes = _sizes(listed(shares), n_rows)
     if by_columns:
-        codes, counts = _classes(by_columns, column, among)
+        codes, counts = _classes(by_columns, column, n_rows)
         needed, there = np.count_nonzero(sizes[:-1]), np.count_nonzero(counts)
         if needed > there:
             raise OptionError(
                 f"{needed} parts need as many labels, but {_named(by_columns)} has {there}: give fewer parts"
             )
-        parts = parts_of_groups(counts, sizes, key_of(seed))
+        parts = _parts_of_groups(counts, sizes, key_of(seed))
         for window in codes():
             yield parts[window]  # the code -1 of rows without a label selects the last group
     elif strata:
-        codes, counts = _classes(strata, column, among)
+        codes, counts = _classes(strata, column, n_rows)
         yield from _spread(codes(), counts, sizes, seed)
     else:
-        yield from _spread(among.blank(), np.array([len(among)]), sizes, seed)
-
-
-@dataclass(frozen=True)
-class Among:
-    """The rows that are split: all `n_all` rows, or those `chosen`."""
-
-    n_all: int
-    chosen: RowSet | None = None
-
-    def __len__(self) -> int:
-        return self.n_all if self.chosen is None else len(self.chosen)
-
-    def of(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        """The values of these rows in each window, of an array with one entry for each of all rows."""
-        for window in windows_of(self.n_all):
-            yield values[window] if self.chosen is None else values[window][self.chosen.within(window)]
-            page_cache.release(values)
-
-    def cut(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        """The values of these rows in each window, of an array with one entry for each of these rows."""
-        first = 0
-        for blank in self.blank():
-            yield values[first : first + len(blank)]
-            first += len(blank)
-
-    def blank(self) -> Iterator[NDArray[Any]]:
-        """A zero for each of these rows, window by window."""
-        for window in windows_of(self.n_all):
-            n_rows = window.stop - window.start
-            n_chosen = n_rows if self.chosen is None else int(np.count_nonzero(self.chosen.within(window)))
-            yield np.zeros(n_chosen, np.uint8)
-
-    def restrict(self, column: Column) -> Column:
-        """Looks up obs columns of these rows only."""
-        if self.chosen is None or len(self.chosen) == self.n_all:
-            return column
-        chosen = self.chosen
-        return lambda name: chosen.column(column(name))
+        blank = (np.zeros(window.stop - window.start, np.uint8) for window in windows_of(n_rows))
+        yield from _spread(blank, np.array([n_rows]), sizes, seed)
 
 
 def listed(shares: Shares) -> list[float]:
@@ -130,83 +88,6 @@ def _sizes(shares: Sequence[float], n_rows: int) -> Rows:
     return np.diff(rows, prepend=0, append=n_rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitRule:
-    """How rows are split: as by `split_rows`. `held_by` are the columns by which rows are held out."""
-
-    by: Names | None
-    stratify: Names | None
-    held_by: Sequence[str]
-    seed: int
-
-    def parts(
-        self, shares: Shares, column: Column, n_rows: int, *, held: RowSet | None, controls: RowSet | None
-    ) -> Iterator[NDArray[np.integer]]:
-        """The number of the part of each row, window by window. Without rows held out, all rows are split.
-
-        All other rows get the first part. Controls among the rows held out are split apart, stratified by the columns
-        of `by` and `held_by`.
-        """
-        if held is None and controls is None:
-            yield from part_windows(shares, column, Among(n_rows), by=self.by, stratify=self.stratify, seed=self.seed)
-            return
-        if held is not None and not len(held):
-            raise OptionError("no row has all of the labels in hold_out, so there is nothing to hold out")
-        rest, controls = _apart(n_rows, held, controls)
-        sizes = listed(shares)
-        if len(controls) and sizes and all(isinstance(size, int | np.integer) for size in sizes):
-            raise OptionError(f"give fractions of the rows when there are controls to be split too, not {sizes!r}")
-        strata = list(dict.fromkeys([*_names(by=self.by), *self.held_by])) or self.stratify
-        splits = [
-            (rows, part_windows(shares, column, Among(n_rows, rows), by=by, stratify=within, seed=self.seed))
-            for rows, by, within in ((rest, self.by, self.stratify), (controls, None, strata))
-            if len(rows)
-        ]
-        for window in windows_of(n_rows):
-            parts = np.zeros(window.stop - window.start, np.min_scalar_type(len(sizes)))
-            for rows, part_of_row in splits:
-                parts[rows.within(window)] = next(part_of_row)
-            yield parts
-
-
-def _apart(n_rows: int, held: RowSet | None, controls: RowSet | None) -> tuple[RowSet, RowSet]:
-    """The rows held out (None: all rows) that are no controls, and those that are."""
-
-    def masks(window: slice) -> tuple[Mask, Mask]:
-        n = window.stop - window.start
-        is_held = np.ones(n, bool) if held is None else held.within(window)
-        return is_held, np.zeros(n, bool) if controls is None else controls.within(window)
-
-    def rest_of(window: slice) -> Mask:
-        is_held, is_control = masks(window)
-        return np.asarray(is_held & ~is_control)
-
-    def controls_of(window: slice) -> Mask:
-        return np.asarray(np.logical_and(*masks(window)))
-
-    return RowSet.of_windows(n_rows, rest_of), RowSet.of_windows(n_rows, controls_of)
-
-
-def condition_of(hold_out: Mapping[str, Any] | None) -> str | None:
-    """The rows that have one of the labels in every column, as an expression. Raises OptionError."""
-    if hold_out is None:
-        return None
-    if not isinstance(hold_out, Mapping) or not hold_out:
-        raise OptionError(f'hold_out must be labels by obs column, such as {{"cell_line": ["K562"]}}, not {hold_out!r}')
-    lists = {
-        name: [labels] if isinstance(labels, str) or not isinstance(labels, Iterable) else list(labels)
-        for name, labels in hold_out.items()
-    }
-    for name, labels in lists.items():
-        if not labels:
-            raise OptionError(f"hold_out lists no label of {name!r}")
-    plain = {
-        name: [label.item() if isinstance(label, np.generic) else label for label in labels]
-        for name, labels in lists.items()
-    }
-    return " and ".join(f"`{name}` in {labels!r}" for name, labels in plain.items())
-
-
 def _names(**given: Names | None) -> list[str]:
     """The names that an option gives, one or a list. Raises OptionError for anything else."""
     ((option, names),) = given.items()
@@ -224,28 +105,28 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _classes(
-    names: Sequence[str], column: Column, among: Among
+    names: Sequence[str], column: Column, n_rows: int
 ) -> tuple[Callable[[], Iterator[NDArray[np.integer]]], Rows]:
     """The label codes of the rows (-1 for none) in windows, and the rows per code, with those of -1 at the end.
 
     With several columns, a label is one of each, and a row that lacks one of them has none.
     """
     if len(names) > 1:
-        groups = groups_of(names, among.restrict(column), len(among))
+        groups = groups_of(names, column, n_rows)
         numbers = np.where(groups.complete, np.cumsum(groups.complete) - 1, -1)
         counts = np.append(groups.sizes[groups.complete], groups.sizes[~groups.complete].sum())
-        return lambda: (numbers[window] for window in among.cut(groups.codes)), counts
-    found, called = column(names[0]), f"obs column {names[0]!r}"
-    if found.categories is None:  # of numbers, only those of these rows are labels
-        codes, n_labels = among.restrict(column)(names[0]).classes(called)
-        windows = functools.partial(among.cut, codes)
-    else:
-        codes, n_labels = found.classes(called)
-        windows = functools.partial(among.of, codes)
+        return lambda: (numbers[window] for window in _windows(groups.codes)), counts
+    codes, n_labels = column(names[0]).classes(f"obs column {names[0]!r}")
     counts = np.zeros(n_labels + 1, np.int64)
-    for window in windows():
+    for window in _windows(codes):
         count_codes(window, counts)
-    return windows, counts
+    return lambda: _windows(codes), counts
+
+
+def _windows(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    for window in windows_of(len(values)):
+        yield values[window]
+        page_cache.release(values)
 
 
 def _spread(
@@ -292,3 +173,70 @@ def _quotas(counts: Rows, sizes: Rows) -> Rows:
         quotas[:, part] = np.diff(running, prepend=0)
         left -= quotas[:, part]
     return quotas
+
+
+def _parts_of_groups(counts: Rows, sizes: Rows, key: int) -> NDArray[np.integer]:
+    """The part of each group of rows with the same label.
+
+    First a greedy pass: groups go, largest first, to the part that lacks most rows; groups whose sizes have the same
+    power of two are in random order. Then every empty part that should have rows gets a group. Finally groups are moved
+    or exchanged between two parts for as long as that brings the sizes of both, taken together, closer to the target.
+    """
+    order = np.lexsort((permute(np.arange(len(counts)), len(counts), key), -np.frexp(counts)[1]))
+    dealt = counts[order[counts[order] > 0]]
+    deficit, parts = sizes.copy(), np.zeros(len(dealt), np.intp)
+    for group, count in enumerate(dealt.tolist()):
+        part = parts[group] = np.argmax(deficit)
+        deficit[part] -= count
+    needed = np.append(sizes[:-1] > 0, False)  # the rows left over may be empty
+    _fill(dealt, parts, deficit, needed)
+    tries, nearer = 0, True
+    while nearer and tries < _TRIES:
+        before = deficit.copy()
+        pairs = product(np.flatnonzero(deficit < 0).tolist(), np.flatnonzero(deficit > 0).tolist())
+        for giver, taker in islice(pairs, _TRIES - tries):
+            _exchange(dealt, parts, deficit, needed, giver, taker)
+            tries += 1
+        nearer = not np.array_equal(deficit, before)
+    of_group = np.zeros(len(counts), np.min_scalar_type(len(sizes)))
+    of_group[order[: len(dealt)]] = parts
+    return of_group
+
+
+def _fill(dealt: Rows, parts: NDArray[np.intp], deficit: Rows, needed: Mask) -> None:
+    """Gives each empty part that needs a group the group whose move costs least in total deviation."""
+    for taker in np.flatnonzero(needed & (np.bincount(parts, minlength=len(deficit)) == 0)).tolist():
+        spare = (np.bincount(parts, minlength=len(deficit)) > 1) | ~needed
+        groups = np.flatnonzero(spare[parts])
+        short = deficit[parts[groups]]
+        costs = abs(short + dealt[groups]) - abs(short) + abs(deficit[taker] - dealt[groups])
+        group = groups[np.argmin(costs)]
+        deficit[parts[group]] += dealt[group]
+        deficit[taker] -= dealt[group]
+        parts[group] = taker
+
+
+def _exchange(dealt: Rows, parts: NDArray[np.intp], deficit: Rows, needed: Mask, giver: int, taker: int) -> None:
+    """Moves a group from a part with too many rows to one with too few, perhaps in exchange for another, if that helps.
+
+    The net number of rows moved should be the number that `taker` lacks. So for each group given, the best group to
+    return is one of two neighbours among the groups of `taker` sorted by size, found by binary search.
+    """
+    given, returned = np.flatnonzero(parts == giver), np.flatnonzero(parts == taker)
+    returned = returned[np.argsort(dealt[returned], kind="stable")]
+    if len(given) > 1 or not needed[giver]:
+        returned = np.append(-1, returned)  # -1: return no group
+    if not len(given) or not len(returned):
+        return
+    back = np.where(returned < 0, 0, dealt[returned])
+    after = np.searchsorted(back, dealt[given] - deficit[taker])
+    positions = np.clip([after - 1, after], 0, len(back) - 1)
+    moved = dealt[given] - back[positions]
+    apart = abs(deficit[giver] + moved) + abs(deficit[taker] - moved)
+    best = np.unravel_index(np.argmin(apart), apart.shape)
+    if apart[best] < abs(deficit[giver]) + abs(deficit[taker]):
+        deficit[giver] += moved[best]
+        deficit[taker] -= moved[best]
+        parts[given[best[1]]] = taker
+        if returned[positions[best]] >= 0:
+            parts[returned[positions[best]]] = giver
