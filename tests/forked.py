@@ -19,7 +19,7 @@ from helpers import PATIENCE_S
 
 CLI = "from zloader.commands.cli import app; app()"
 _IMPORTED = [
-    "zloader.conversion.append",
+    "zloader.conversion.convert",
     "zloader.commands.cli",
     "zloader.commands.demo_run",
     "zloader.training.loader",

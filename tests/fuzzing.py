@@ -36,15 +36,15 @@ from zloader.conversion.convert import convert_to
 DTYPES = ("float32", "float64", "int32", "uint16", "int8")
 
 
-def random_anndata(rng: np.random.Generator, prefix: str = "cell", *, like: ad.AnnData | None = None) -> ad.AnnData:
-    """A random number of rows and genes in any layout and dtype, or more rows that match `like`."""
-    n_rows, n_genes = int(rng.integers(1, 300)), int(rng.integers(1, 60)) if like is None else like.n_vars
-    dtype = np.dtype(rng.choice(DTYPES)) if like is None else like.X.dtype
+def random_anndata(rng: np.random.Generator) -> ad.AnnData:
+    """A random number of rows and genes in any layout and dtype."""
+    n_rows, n_genes = int(rng.integers(1, 300)), int(rng.integers(1, 60))
+    dtype = np.dtype(rng.choice(DTYPES))
     x = sp.random(n_rows, n_genes, rng.choice([0.0, 0.05, 0.5, 1.0]), "csr", np.float64, random_state=rng)
     x.data[:] = rng.integers(1, 120, x.nnz)
     whole = dtype.kind in "iu" or rng.random() < 0.5
-    layout = rng.choice(["csr", "csc", "dense"]) if like is None else like.uns["layout"]
-    x = (x if whole or like is not None else x * 0.37).astype(dtype)
+    layout = rng.choice(["csr", "csc", "dense"])
+    x = (x if whole else x * 0.37).astype(dtype)
     obs = pd.DataFrame(
         {
             "label": pd.Categorical.from_codes(rng.integers(-1, 3, n_rows), ["a", "b", "never ä"]),
@@ -52,7 +52,7 @@ def random_anndata(rng: np.random.Generator, prefix: str = "cell", *, like: ad.A
             "number": rng.random(n_rows).astype(np.float32),
             "maybe": pd.array([int(i) if i % 3 else None for i in rng.integers(0, 9, n_rows)], dtype="Int32"),
         },
-        index=[f"{prefix}{row}" for row in range(n_rows)],
+        index=[f"cell{row}" for row in range(n_rows)],
     )
     return ad.AnnData(
         {"csr": x, "csc": x.tocsc(), "dense": x.toarray()}[str(layout)],
@@ -77,10 +77,8 @@ class Round:
         self.oracle = random_anndata(self.rng)
 
     def run(self) -> None:
-        """Converts, sometimes appends, then runs random actions. Raises AssertionError for a wrong value."""
+        """Converts, then runs random actions. Raises AssertionError for a wrong value."""
         self.convert()
-        if self.rng.random() < 0.3:
-            self.append()
         actions = [self.read, self.read, self.take, self.damage_store, self.damage_mirror, self.killed_reader]
         for action in self.rng.choice(np.array(actions, object), 6, p=[0.3, 0.2, 0.1, 0.2, 0.15, 0.05]):
             action()
@@ -119,18 +117,6 @@ class Round:
         zl.convert(source, self.store, options=options, overwrite=True, resume=resume, progress=False)
         found = zl.open_dataset(self.store).obs().index
         assert sorted(found) == sorted(self.oracle.obs_names), "rows are missing or unexpected"
-
-    def append(self) -> None:
-        """Appends rows. This is refused if the store is shuffled or its dtypes cannot hold them."""
-        more = random_anndata(self.rng, "more", like=self.oracle)
-        try:
-            report = zl.append(self.store, more, progress=False)
-        except ZloaderError as error:
-            self.note(append=str(error))
-            return
-        self.note(appended=report.rows - report.rows_before)
-        self.oracle = ad.concat([self.oracle, more], join="outer", uns_merge="same")
-        self.oracle.uns["layout"] = more.uns["layout"]
 
     # --- Reading
 

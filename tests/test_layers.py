@@ -91,8 +91,6 @@ MAY_IMPORT = {
         "zloader.conversion.joining.genes",
         "zloader.conversion.joining.union",
         "zloader.conversion.writing.elements",
-        "zloader.conversion.writing.appending",
-        "zloader.conversion.writing.fitting",
         "zloader.conversion.checking.compare",
     },
 }

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from zloader import transforms as transforms
     from zloader.common.options import Cache, FetchOptions
     from zloader.common.records import CacheStatistics, Statistics
-    from zloader.conversion.append import AppendReport, append
     from zloader.conversion.convert import ConversionReport, convert
     from zloader.conversion.example import example_h5ad
     from zloader.conversion.joining.selection import Selection
@@ -67,7 +66,6 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "AppendReport",
     "BlockShuffling",
     "BlockWeightedSampling",
     "Cache",
@@ -100,7 +98,6 @@ __all__ = [
     "View",
     "Warmed",
     "ZloaderError",
-    "append",
     "convert",
     "example_h5ad",
     "index",
@@ -114,7 +111,6 @@ __all__ = [
 
 # The module of each public name. A test compares it with the imports above, which serve type checkers and editors.
 _MODULES = {
-    "AppendReport": "zloader.conversion.append",
     "BlockShuffling": "zloader.order.shuffling",
     "BlockWeightedSampling": "zloader.order.weighted",
     "Cache": "zloader.common.options",
@@ -146,7 +142,6 @@ _MODULES = {
     "Verification": "zloader.conversion.verify",
     "View": "zloader.dataset.dataset",
     "Warmed": "zloader.dataset.warm",
-    "append": "zloader.conversion.append",
     "convert": "zloader.conversion.convert",
     "example_h5ad": "zloader.conversion.example",
     "index": "zloader.dataset.indexing",

@@ -236,8 +236,6 @@ def test_urls() -> None:
         Location(url="az://")
     with pytest.raises(OptionError, match="written to a local path or s3://"):
         zl.convert(ADATA, "az://cells/new.zarr", progress=False)
-    with pytest.raises(OptionError, match="written to a local path or s3://"):
-        zl.append("az://cells/old.zarr", ADATA, progress=False)
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

@@ -310,13 +310,11 @@ def test_read_only_locations(url):
         Location(url=url).zarr_store(read_only=False)
 
 
-def test_convert_and_append_to_a_web_server_are_refused(root, sim, tmp_path):
+def test_convert_to_a_web_server_is_refused(root, sim, tmp_path):
     source = root / "tmp" / "source.h5ad"
     server = sim(root=root)
     with pytest.raises(OptionError, match="written to a local path or s3://"):
         zl.convert(source, f"{server.url}/bucket/new.zarr", progress=False)
-    with pytest.raises(OptionError, match="written to a local path or s3://"):
-        zl.append(f"{server.url}/bucket/two words/counts.zarr", source, progress=False)
     assert not {"PUT", "POST", "DELETE"} & server.stats().keys()
 
 

@@ -42,7 +42,7 @@ from zloader.conversion.writing.encode import DtypeScan
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("module", ["convert", "append", "verify", "joining.selection", "sources.row_source"])
+@pytest.mark.parametrize("module", ["convert", "verify", "joining.selection", "sources.row_source"])
 def test_the_examples_in_the_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.chdir(tmp_path)
     write_h5ad(tmp_path / "pbmc.h5ad", counts())

@@ -97,13 +97,6 @@ def test_never_inside_a_store_by_way_of_a_link(tmp_path: Path, source: Path, sto
     assert files(store) == before
 
 
-def test_append_inside_a_store(source: Path, store: Path) -> None:
-    before = files(store)
-    with pytest.raises(errors.FormatError, match="not an AnnData store"):
-        zl.append(store / "obs", source, progress=False)
-    assert files(store) == before
-
-
 # ---- objects instead of a store
 
 
@@ -222,9 +215,9 @@ def test_others_files_that_come_while_the_source_is_read_are_kept(tmp_path: Path
 def test_all_that_a_store_and_writers_leave_is_replaced(source: Path, store: Path) -> None:
     convert(source, store, overwrite=True)
     whole = files(store)
-    left_by_append = ["X/data/c/9", "obs/_index/c/1"]
+    not_listed = ["X/data/c/9", "obs/_index/c/1"]
     under_way = ["X/data/c/0.partial", f"X/data/c/0.{UUID}.partial", f"obs/zarr.{UUID}.partial", f"zarr.{UUID}.partial"]
-    add(store, *left_by_append, *under_way, f"{MARKER}.partial", ".DS_Store", "obs/._index", "obs/.DS_Store")
+    add(store, *not_listed, *under_way, f"{MARKER}.partial", ".DS_Store", "obs/._index", "obs/.DS_Store")
     convert(source, store, overwrite=True)
     left = files(store)
     litter = {key for key in left if key not in whole}
@@ -263,13 +256,6 @@ def test_a_link_to_a_store_is_followed(tmp_path: Path, store: Path) -> None:
     convert(write_h5ad(tmp_path / "b.h5ad", counts(seed=5)), tmp_path / "link.zarr", overwrite=True)
     assert (tmp_path / "link.zarr").is_symlink()
     np.testing.assert_array_equal(dense(ad.read_zarr(store).X), counts(seed=5).toarray())
-
-
-def test_append_leaves_files_of_others(store: Path, source: Path) -> None:
-    add(store, "movie.mkv.partial", "X/data/c/0.partial")
-    zl.append(store, source, progress=False)
-    assert (store / "movie.mkv.partial").exists()
-    assert not (store / "X/data/c/0.partial").exists()
 
 
 # ---- S3

@@ -37,6 +37,7 @@ from sources import (
     write_h5ad,
 )
 
+import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.convert import convert_to
@@ -357,6 +358,51 @@ def test_uns_that_zarr_cannot_hold_is_named(tmp_path: Path) -> None:
         file["uns"].create_dataset("when", data=np.zeros(3, np.int64)).attrs["encoding-type"] = "martian"
     with pytest.raises(errors.SourceError, match="uns cannot be read by anndata"):
         convert(source, tmp_path / "a.zarr")
+    assert_not_a_store(tmp_path / "a.zarr")
+
+
+class _Shrinking(np.ndarray):
+    """Dense values of which the last row is missing from the second reading on."""
+
+    readings = 0
+
+    def __getitem__(self, items: Any) -> Any:
+        found = super().__getitem__(items)
+        if isinstance(items, slice) and items.stop == len(self):
+            self.readings += 1
+            return found[:-1] if self.readings > 1 else found
+        return found
+
+
+def test_a_dense_source_that_has_fewer_rows_on_the_second_reading(tmp_path: Path) -> None:
+    """Otherwise the last rows would be zeros."""
+    source = ad.AnnData(np.arange(1, 201, dtype=np.float32).reshape(20, 10).view(_Shrinking))
+    with pytest.raises(errors.SourceError, match="X changed while it was being converted: run convert again"):
+        convert(source, tmp_path / "a.zarr")
+    assert_not_a_store(tmp_path / "a.zarr")
+
+
+class _Moving(np.ndarray):
+    """The indptr of a matrix in which one value has moved to the next row on the second reading."""
+
+    readings = 0
+
+    def __getitem__(self, items: Any) -> Any:
+        found = super().__getitem__(items)
+        if isinstance(items, slice) and len(found) > 9:
+            self.readings += 1
+            found = np.array(found)
+            found[5] -= self.readings > 1
+        return found
+
+
+def test_a_source_in_which_a_value_moves_to_another_row(tmp_path: Path) -> None:
+    """The total stays the same, so that otherwise indptr would be that of the first reading."""
+    source = ad.AnnData(counts(20, 30))
+    source.X.indptr = source.X.indptr.view(_Moving)
+    with pytest.raises(errors.SourceError, match="X changed while it was being converted"):
+        convert(source, tmp_path / "a.zarr", options=zl.ConvertOptions())
+    assert source.X.indptr.readings > 1
     assert_not_a_store(tmp_path / "a.zarr")
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import zloader as zl
 from zloader.commands.cli import app
-from zloader.common.errors import OptionError, SourceError
+from zloader.common.errors import OptionError
 from zloader.selecting.gene_names import lost_genes
 
 HUMAN = ["INS", "GCG", "TP53", "ACTB", "MT1"]
@@ -109,20 +109,6 @@ def test_refused(tmp_path: Path, human: ad.AnnData, mouse: ad.AnnData, genes_by:
     for act in (zl.open_dataset, lambda *a, **k: zl.convert(*a, tmp_path / "both.zarr", progress=False, **k)):
         with pytest.raises(OptionError, match=words.replace("(", r"\(")):
             act(urls, join="outer", genes_by=genes_by)
-
-
-def test_append_renames_what_it_appends(tmp_path: Path, human: ad.AnnData, mouse: ad.AnnData) -> None:
-    sources = {"human": human, "mouse": mouse}
-    select = zl.Selection(join="outer", source_column="species")
-    zl.convert(sources, tmp_path / "a.zarr", select=select, genes_by=[None, ORTHOLOGS], progress=False)
-    more = cells([*MOUSE, "Trp53"], 3)
-    with pytest.raises(SourceError, match="name genes as in the store with genes_by"):
-        zl.append(tmp_path / "a.zarr", more, progress=False)
-    zl.append(tmp_path / "a.zarr", {"new": more}, genes_by=ORTHOLOGS, progress=False)
-    dataset = zl.open_dataset(tmp_path / "a.zarr")
-    assert dataset.obs(["species"])["species"].tolist() == ["human"] * 6 + ["mouse"] * 6 + ["new"] * 6
-    wanted = more.X.toarray()[:, [0, 3, 1, 2, 4, 5]]
-    np.testing.assert_array_equal(dataset.take(range(12, 18)).X.toarray(), wanted)
 
 
 def test_labels_of_files(tmp_path: Path, human: ad.AnnData) -> None:

@@ -39,11 +39,10 @@ def test_zarr_warns_of_no_codec(tmp_path: Path, codec: str) -> None:
         warnings.filterwarnings("error", "Numcodecs codecs are not")
         zl.convert(source, tmp_path / "a.zarr", options=zl.ConvertOptions(codec=codec), progress=False)
         zl.convert(tmp_path / "a.zarr", tmp_path / "b.zarr", progress=False)
-        zl.append(tmp_path / "b.zarr", tmp_path / "a.zarr", progress=False)
         assert zl.verify(tmp_path / "b.zarr", progress=False).ok
         dataset = zl.open_dataset(tmp_path / "b.zarr", cache=tmp_path / "cache")
-        assert sum(len(minibatch.row) for minibatch in zl.Loader(dataset, batch_size=32)) == 120
-        assert dataset.take([3, 100]).n_obs == 2
+        assert sum(len(minibatch.row) for minibatch in zl.Loader(dataset, batch_size=32)) == 60
+        assert dataset.take([3, 50]).n_obs == 2
 
 
 @pytest.mark.every(2)

@@ -80,8 +80,6 @@ def test_several_files_by_a_glob(written):
     shutil.copy(written / "cite.h5mu", written / "again.h5mu")
     zl.convert(f"{written}/*.h5mu/rna", written / "a.zarr", select=zl.Selection(unique_obs_names=True), progress=False)
     assert zl.open_dataset(written / "a.zarr").n_obs == 120
-    zl.append(written / "a.zarr", f"{written}/cite.h5mu/rna", progress=False)
-    assert zl.open_dataset(written / "a.zarr").n_obs == 180
 
 
 @pytest.mark.slow

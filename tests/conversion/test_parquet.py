@@ -136,7 +136,7 @@ def test_files_are_one_source(tmp_path, given):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(MARKED, "ignore:Observation names are not unique")
-def test_beside_other_sources_shuffled_and_appended(tmp_path):
+def test_beside_other_sources_and_shuffled(tmp_path):
     write(tmp_path)
     ADATA[:100].copy().write_h5ad(tmp_path / "a.h5ad")
     select = zl.Selection(source_column="source", unique_obs_names=True)
@@ -148,13 +148,12 @@ def test_beside_other_sources_shuffled_and_appended(tmp_path):
     wanted = ad.concat([ADATA[:100], ADATA])[found.obs["source_row"].to_numpy()]
     np.testing.assert_array_equal(found.X.toarray(), wanted.X.toarray())
     assert zl.verify(tmp_path / "a.zarr", against=both, progress=False).ok
-    zl.convert(tmp_path / "a.h5ad", tmp_path / "b.zarr", progress=False)
-    zl.append(tmp_path / "b.zarr", source(tmp_path), progress=False)
+    zl.convert([tmp_path / "a.h5ad", source(tmp_path)], tmp_path / "b.zarr", progress=False)
     wanted = ad.concat([ADATA[:100], ADATA], merge="same")
     found = read(tmp_path / "b.zarr")
     np.testing.assert_array_equal(found.X.toarray(), wanted.X.toarray())
     assert found.obs_names.tolist() == wanted.obs_names.tolist()
-    for name in wanted.obs:  # concat gives up categories that differ, append unites them
+    for name in wanted.obs:  # concat gives up categories that differ, convert unites them
         assert found.obs[name].astype(object).tolist() == wanted.obs[name].astype(object).tolist(), name
 
 

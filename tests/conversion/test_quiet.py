@@ -1,4 +1,4 @@
-"""After convert or append has raised, no object appears, changes or disappears: all writes have ended."""
+"""After convert has raised, no object appears, changes or disappears: all writes have ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import re
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -29,7 +28,6 @@ from zarr.storage import LocalStore, MemoryStore
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.common.progress import progress_bars
-from zloader.conversion.append import append_to
 from zloader.conversion.convert import convert_to
 from zloader.conversion.writing.destination import MARKER, Destination
 from zloader.conversion.writing.encode import ChunkEncoder, zarr_codecs
@@ -191,13 +189,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_h5ad(path, counts(), obs=obs, uns={"large": np.arange(600_000)})
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
-    """A store to append to."""
-    convert(source, tmp_path_factory.mktemp("template") / "a.zarr")
-    return tmp_path_factory.getbasetemp() / "template0" / "a.zarr"
-
-
 # ---- a write that fails while another is in progress
 
 PAIRS = {  # the slow key, and the key that fails
@@ -216,18 +207,6 @@ def test_convert_fails_when_all_has_ended(tmp_path: Path, source: Path, pair: st
     with pytest.raises(errors.StoreError, match="No space left"):
         convert_to(destination, source, options=SMALL)
     assert MARKER in assert_quiet(destination)
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("pair", ["metadata", "shards of genes", "shards of values"])
-def test_append_fails_when_all_has_ended(tmp_path: Path, source: Path, template: Path, pair: str) -> None:
-    slow, fails = PAIRS[pair]
-    shutil.copytree(template, tmp_path / "a.zarr")
-    destination = BusyDestination(tmp_path / "a.zarr", slow=slow, fails=fails)
-    with pytest.raises(errors.StoreError, match="No space left"):
-        append_to(destination, source, options=SMALL)
-    there = assert_quiet(destination)
-    assert there["zarr.json"] == files(template)["zarr.json"]
 
 
 @pytest.mark.skipif(not hasattr(zarr.core.codec_pipeline, "FusedCodecPipeline"), reason="zarr has one pipeline")
@@ -250,17 +229,6 @@ def test_ctrl_c_is_raised_when_all_has_ended(tmp_path: Path, source: Path, slow:
     there = assert_quiet(destination)
     assert "zarr.json" not in there
     assert MARKER in there
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("slow", ["^obs/n/c/", "^X/data/c/", "^obs/n/zarr.json"])
-def test_ctrl_c_in_append_is_raised_when_all_has_ended(tmp_path: Path, source: Path, template: Path, slow: str) -> None:
-    shutil.copytree(template, tmp_path / "a.zarr")
-    destination = BusyDestination(tmp_path / "a.zarr", slow=slow)
-    with Interrupts(destination.busy.is_set, destination.freed.set), pytest.raises(KeyboardInterrupt):
-        append_to(destination, source, options=SMALL)
-    there = assert_quiet(destination)
-    assert there["zarr.json"] == files(template)["zarr.json"]
 
 
 REQUESTS = {
@@ -385,7 +353,6 @@ def test_ctrl_c_ends_what_reads_shards_back(tmp_path: Path, monkeypatch: pytest.
     def check() -> None:
         with threads(location.url) as pool, progress_bars(shown=False) as bars:
             Target(
-                command="convert",
                 root=zarr.create_group(MemoryStore()),
                 location=location,
                 options=SMALL,

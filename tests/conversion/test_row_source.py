@@ -59,10 +59,10 @@ def test_a_source_of_ones_own_becomes_what_its_anndata_becomes(tmp_path, monkeyp
     assert not zl.verify(tmp_path / "own.zarr", against=changed, progress=False).ok
 
 
-def test_beside_other_sources_and_appended(tmp_path):
+def test_beside_other_sources(tmp_path):
     ADATA[:300].copy().write_h5ad(tmp_path / "first.h5ad")
-    zl.convert([tmp_path / "first.h5ad", Rows(ADATA[300:500].copy())], tmp_path / "all.zarr", progress=False)
-    zl.append(tmp_path / "all.zarr", Rows(ADATA[500:].copy()), progress=False)
+    sources = [tmp_path / "first.h5ad", Rows(ADATA[300:500].copy()), Rows(ADATA[500:].copy())]
+    zl.convert(sources, tmp_path / "all.zarr", progress=False)
     assert_equals(tmp_path / "all.zarr", ADATA)
 
 

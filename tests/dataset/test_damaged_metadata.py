@@ -58,17 +58,11 @@ def verify(store: Path) -> None:
     zl.verify(store, progress=False)
 
 
-def append(store: Path) -> None:
-    shutil.copytree(store, store.parent / "c.zarr", dirs_exist_ok=True)
-    zl.append(store.parent / "c.zarr", store, progress=False)
-
-
 USES: dict[str, Callable[[Path], None]] = {
     "load": load,
     "convert": convert,
     "info": info,
     "verify": verify,
-    "append": append,
 }
 ATTRIBUTES: list[Any] = [LEFT_OUT, None, 5, [1], {}]
 SHAPES: list[Any] = [

@@ -395,21 +395,6 @@ def test_a_source_in_a_zip_file(written, tmp_path, path):
     assert {key for key, _, _ in location.objects()} == set(files(written("ours")))
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(
-    "key", ["X/data/c/0", "X/indptr/c/1", "obs/text/c/1", "obs/label/codes/c/0", "obs/whole/zarr.json"]
-)
-def test_append(store, tmp_path, written, key):
-    key = stored_at(store, key)
-    with damaged(store, key, "empty") as size:
-        refused(lambda: zl.append(store, written("ours"), progress=False), key, size)
-        if not is_metadata(key):
-            other = shutil.copytree(written("ours"), tmp_path / "other.zarr")
-            refused(lambda: zl.append(other, store, progress=False), key, size)
-            assert zl.verify(other, progress=False).rows == N_ROWS
-    assert zl.verify(store, progress=False).ok
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_verify_names_it(store, cut):

@@ -545,8 +545,6 @@ def test_files_are_warmed_described_and_mixed_as_stores_are(tmp_path: Path) -> N
     np.testing.assert_array_equal(found.mean, expected.mean)
     view = of_file.where("cell_type == 'b'")
     assert view.obs_names.tolist() == of_store.where("cell_type == 'b'").obs_names.tolist()
-    with pytest.raises(FormatError, match="convert it first"):
-        zl.append(tmp_path / "a.h5ad", tmp_path / "a.h5ad")
 
 
 def test_nodes_of_a_tree_are_read_at_once(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The entry point of the `zloader` program, with the command `info`.
 
-The other commands register themselves on import: convert, append and verify in convert.py, bench in bench.py, bill in
+The other commands register themselves on import: convert and verify in convert.py, bench in bench.py, bill in
 bill.py, demo in demo.py, doctor in doctor.py, genes in genes.py, index in index.py, quality in quality.py, warm and
 cache in cache.py.
 

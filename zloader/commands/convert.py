@@ -1,4 +1,4 @@
-"""The commands that write and check stores: convert, append, verify."""
+"""The commands that write and check stores: convert and verify."""
 
 from __future__ import annotations
 
@@ -155,42 +155,6 @@ def convert(flags: ConvertFlags) -> None:
     terminal.print_result(dataclasses.asdict(done), show, as_json=flags.as_json)
 
 
-_Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of the whole process.")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AppendFlags:
-    """The flags of `append`."""
-
-    url: Url
-    sources: Annotated[
-        list[str],
-        typer.Argument(metavar="SRC...", help="Sources, as for convert: paths, URLs or globs.", show_default=False),
-    ]
-    genes_by: GenesBy = None
-    memory: _Memory = "1GiB"
-    formats: FormatFlags = field(default_factory=FormatFlags)
-    access: Access = field(default_factory=Access)
-    as_json: Json = False
-
-
-@app.command(epilog=KEYS)
-@takes_flags
-def append(flags: AppendFlags) -> None:
-    """Append the rows of other AnnData sources to a store written by convert."""
-    from zloader.conversion.append import append as append_sources
-
-    done = append_sources(
-        flags.url,
-        flags.formats.given_to(flags.sources),
-        genes_by=genes_by_of(flags.genes_by),
-        storage_options=flags.access.storage_options,
-        memory=flags.memory,
-    )
-    show = functools.partial(terminal.show_append, done=done)
-    terminal.print_result(dataclasses.asdict(done), show, as_json=flags.as_json)
-
-
 @dataclass(frozen=True, kw_only=True)
 class VerifyFlags:
     """The flags of `verify`."""
@@ -201,7 +165,7 @@ class VerifyFlags:
         typer.Option(metavar="SRC", help="Also compare every value with this source. Repeat for several sources."),
     ] = None
     genes_by: GenesBy = None
-    memory: _Memory = "1GiB"
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of the whole process.")] = "1GiB"
     formats: FormatFlags = field(default_factory=FormatFlags)
     access: Access = field(default_factory=Access)
     as_json: Json = False

@@ -1,4 +1,4 @@
-"""Flags of convert, append and verify for sources in formats that have options of their own."""
+"""Flags of convert and verify for sources in formats that have options of their own."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from zloader.common.messages import size
 if TYPE_CHECKING:
     from zloader.caching.directory import MirrorEntry
     from zloader.caching.inspection import MirrorInspection
-    from zloader.conversion.append import AppendReport
     from zloader.conversion.convert import ConversionReport
     from zloader.conversion.verify import Verification
     from zloader.insight.cost import EpochCosts
@@ -59,17 +58,6 @@ def show_conversion(console: Console, done: ConversionReport) -> None:
     if done.dropped:
         console.print(f"  left out, because sources cannot be joined on it: {', '.join(done.dropped)}")
     console.print(f"written to {done.destination}")
-
-
-def show_append(console: Console, done: AppendReport) -> None:
-    console.print(
-        f"added {done.rows - done.rows_before:,} rows to {done.rows_before:,} in {done.seconds:.1f} s: "
-        f"{done.destination} now has {done.rows:,} rows and {done.values:,} values",
-    )
-    for name, rows in done.rows_made_canonical.items():
-        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes summed")
-    if done.left_out:
-        console.print(f"  left out, because the store does not have it: {', '.join(done.left_out)}")
 
 
 def show_verification(console: Console, verified: Verification) -> None:

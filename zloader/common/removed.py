@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 _STORES = "zl.open_dataset([...]) opens several stores as one; zl.convert([...], ...) writes them as one store"
+_MORE_CELLS = "convert the new cells to a second store, and open both as one: zl.open_dataset([...])"
 _SOURCE = "an object with n_obs, obs, var and rows(start, stop) is a source of zl.convert: see docs/howto/own_format.md"
 _PART = "give each machine a part of its own, whose mirror is then the only copy: see docs/many_machines.md"
 _SIZES = "the defaults mix to within 0.01 bits of random; zl.quality measures other sizes"
 
 # Names of modules, options of functions, such as "Loader(genes=)", and commands, such as "zloader append".
 _ADVICE = {
-    "zloader.AppendReport": _STORES,
-    "zloader.append": _STORES,
+    "zloader.AppendReport": _MORE_CELLS,
+    "zloader.append": _MORE_CELLS,
     "zloader.Indexed": _STORES,
     "zloader.index": _STORES,
     "zloader.Soma": _SOURCE,
@@ -33,7 +34,7 @@ _ADVICE = {
     "warm(bytes_per_s=)": "zloader does not limit the rate; a limit of the network, such as tc's, does",
     "Dataset.split(hold_out=)": "dataset.where(...) makes views of the rows held out and of the others: see docs/sets.md",
     "Dataset.split(controls=)": "split the controls and the other rows by themselves, and unite them: see docs/sets.md",
-    "zloader append": "write a store for the new cells, and open both as one: zl.open_dataset([...])",
+    "zloader append": _MORE_CELLS,
     "zloader index": _STORES,
     "zloader bill": "python -m benchmarks.training.bill has its arithmetic",
     "zloader quality": "zl.quality(...) in Python measures how well rows mix; notebook 03 draws the grid",

@@ -1,1 +1,1 @@
-"""Convert .h5ad and other sources to a store, append rows to a store, and verify a store."""
+"""Convert .h5ad and other sources to a store, and verify a store."""

@@ -293,7 +293,6 @@ class _Conversion:
         with threads(destination.location.url) as pool:
             for part, matrix, scan in scanned:
                 target = Target(
-                    command="convert",
                     root=groups[part.path],
                     location=destination.location,
                     options=self._options,

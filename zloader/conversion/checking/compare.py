@@ -27,7 +27,7 @@ from zloader.conversion.checking.differences import (
 from zloader.conversion.checking.hierarchy import Findings, Hierarchy
 from zloader.conversion.joining.content import Content, RearrangedContent
 from zloader.conversion.joining.modalities import Part, parts_of
-from zloader.conversion.joining.selection import RENAMED, Selection, genes_by_of
+from zloader.conversion.joining.selection import RENAMED, Selection
 from zloader.conversion.sources.anndata_input import StoredInput
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.windows import Advance, SourceMatrix
@@ -84,11 +84,10 @@ class Comparison:
     def _selection(self, genes_by: GenesBy) -> Selection:
         """The selection that the store was made with. Raises OptionError if `genes_by` is lacking."""
         chosen = dict(self._provenance.get("select") or {})
-        recorded = genes_by_of(chosen)
+        recorded = chosen.get("genes_by", chosen.pop("gene_column", None))  # its name in stores of earlier versions
         if genes_by is None and recorded == RENAMED:
             raise OptionError("genes were given new names, which the store does not keep: repeat genes_by (--genes-by)")
         chosen["genes_by"] = recorded if genes_by is None else genes_by
-        chosen.pop("gene_column", None)
         if "genes" in chosen:
             chosen["genes"] = list(self._dataset.var_names)
         return Selection(**chosen)

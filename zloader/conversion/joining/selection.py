@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,11 +95,6 @@ class Selection:
         select = self.plain(self.genes_by if all(by is None or isinstance(by, str) for by in each) else RENAMED)
         select["genes"] = None if self.genes is None else "var_names"
         return {name: value for name, value in select.items() if value != getattr(Selection(), name)}
-
-
-def genes_by_of(recorded: Mapping[str, Any]) -> Any:
-    """`genes_by` of a recorded selection, as `Selection.recorded` gives it."""
-    return recorded.get("genes_by", recorded.get("gene_column"))  # its name in stores of earlier versions
 
 
 # ---- the parts that were chosen

@@ -84,7 +84,7 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
             for one in inputs[first:] if label is not None else []:
                 one.label = label if len(inputs) == first + 1 else f"{label}/{one.label}"
         opened.pop_all()
-    make_labels_unique(inputs, set())
+    _make_labels_unique(inputs)
     return inputs
 
 
@@ -105,8 +105,9 @@ def _is_apart(source: str, location: Location) -> bool:
     return path != destination and path not in destination.parents and destination not in path.parents
 
 
-def make_labels_unique(inputs: Iterable[Input], taken: set[str]) -> None:
-    """Appends -1, -2, ... to labels that another source has, or that are in `taken`, to which it adds them."""
+def _make_labels_unique(inputs: Iterable[Input]) -> None:
+    """Appends -1, -2, ... to labels that another source has."""
+    taken: set[str] = set()
     for source in inputs:
         label, repeats = source.label, 0
         while source.label in taken:

@@ -35,7 +35,7 @@ _BATCH = 1000  # rows, of which the names of genes are collected
 
 @dataclass(frozen=True)
 class Parquet(SourceFormat):
-    """Cells in Parquet files, as a source of `zl.convert`, `zl.append` and `zl.verify`: a row per cell, genes in lists.
+    """Cells in Parquet files, as a source of `zl.convert` and `zl.verify`: a row per cell, genes in lists.
 
     >>> import pyarrow as pa, pyarrow.parquet as pq
     >>> import zloader as zl

@@ -29,7 +29,7 @@ _CHANGED = "it has changed since, or does not return the same at every call"
 
 @runtime_checkable
 class RowSource(Protocol):
-    """Cells in a format of your own, as a source of `zl.convert`, `zl.append` and `zl.verify`.
+    """Cells in a format of your own, as a source of `zl.convert` and `zl.verify`.
 
     Attributes:
         n_obs: The number of cells.

@@ -18,7 +18,6 @@ from typing import Any
 
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
-from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
@@ -27,7 +26,6 @@ from zloader.access.location import Location
 from zloader.access.schemes import access_errors
 from zloader.common.errors import (
     AccessDeniedError,
-    FormatError,
     OptionError,
     StoreError,
     StoreExistsError,
@@ -147,23 +145,13 @@ class Destination:
             self._complete(self._clear)
             self._complete(self._mark, journal)
         store = PendingStore(self.zarr_store(), self.location.url)
-        with _committed(store):
+        try:
             yield store
+            store.commit()
+        except BaseException:
+            store.abandon()
+            raise
         self._complete(self._unmark)
-
-    def opened(self) -> PendingStore:
-        """The existing store, with all metadata of its root in memory. Nothing is written."""
-        store = PendingStore(self.zarr_store(), self.location.url)
-        with translated(f"read {_ROOT} from", self.location.url):
-            store.load_metadata(json.loads(self.location.filesystem().cat_file(f"{self.location.path}/{_ROOT}")))
-        return store
-
-    @contextlib.contextmanager
-    def extended(self, store: PendingStore) -> Iterator[None]:
-        """Allows writes to an `opened` store, and commits them unless the context ends with an error."""
-        self._complete(self._drop_unfinished)
-        with _committed(store):
-            yield
 
     def zarr_store(self) -> Store:
         """A writable zarr store."""
@@ -248,8 +236,7 @@ def _is_of(key: str) -> int:
 class PendingStore(WrapperStore[Store]):
     """Keeps all metadata (`zarr.json`) in memory until `commit`, so that no group or array opens before.
 
-    Metadata is looked up only in memory, which saves about ten requests per new array. Pass the metadata of an existing
-    store to `load_metadata`.
+    Metadata is looked up only in memory, which saves about ten requests per new array.
     """
 
     def __init__(self, store: Store, url: str = "") -> None:
@@ -257,18 +244,6 @@ class PendingStore(WrapperStore[Store]):
         self._url = url
         self._metadata: dict[str, Buffer] = {}
         self._writes = PendingWrites(url)
-
-    def load_metadata(self, root: Mapping[str, Any]) -> None:
-        """Takes all metadata from the root's copy, because an interrupted `commit` may have updated single nodes."""
-        consolidated = root.get("consolidated_metadata")
-        if not consolidated:
-            raise FormatError(
-                f"the metadata of {self._url} is not consolidated: call zarr.consolidate_metadata on the store"
-            )
-        for path, node in {"": root, **consolidated["metadata"]}.items():
-            document = {part: value for part, value in node.items() if part != "consolidated_metadata"}
-            stored = json.dumps(document).encode()
-            self._metadata[f"{path}/{_ROOT}".lstrip("/")] = default_buffer_prototype().buffer.from_bytes(stored)
 
     def commit(self) -> None:
         """Stores the metadata, those of a group after all that it holds, and the root's last. Then the store opens."""
@@ -337,14 +312,3 @@ class PendingStore(WrapperStore[Store]):
         above = f"{prefix.rstrip('/')}/" if prefix else ""
         for name in sorted({key[len(above) :].split("/")[0] for key in self._metadata if key.startswith(above)}):
             yield name
-
-
-@contextlib.contextmanager
-def _committed(store: PendingStore) -> Iterator[None]:
-    """Commits a store at the end of the context, or abandons it after an error."""
-    try:
-        yield
-        store.commit()
-    except BaseException:
-        store.abandon()
-        raise

@@ -1,8 +1,5 @@
 """Stores a matrix in two passes: `scan_matrix` reads all of it, `store_matrix` reads it again and stores the shards.
 
-`append_matrix` is the second pass for rows that follow those of a stored matrix, on its grid. The last shard of an
-array is read back and rewritten with new elements after its own. All further shards are new objects.
-
 The result of the first pass (a MatrixScan) fixes every grid and dtype. So the second pass always writes the same bytes,
 and an interrupted conversion can continue after the last intact shard.
 """
@@ -107,11 +104,8 @@ def _positions(window: Window, row: int) -> Any:
 class Target:
     """The store that matrices are written to, below `root`, with the options and threads.
 
-    `existing` gives the sizes in bytes of the objects that are there. `convert` reuses the intact shards that an
-    interrupted conversion left, and `append` continues the last ones. `command` is the name of one of the two.
+    `existing` gives the sizes in bytes of the objects that are there: what an interrupted conversion left.
     """
-
-    command: str
 
     root: zarr.Group
     location: Location
@@ -148,7 +142,7 @@ class Target:
         )
 
     def stored(self, array: zarr.Array[Any]) -> StoredArray:
-        """What an interrupted conversion left of an array, or what an append finds."""
+        """What an interrupted conversion left of an array."""
         return StoredArray(self.location, array, self.existing)
 
     def finished_shards(self, *arrays: zarr.Array[Any]) -> int:
@@ -230,58 +224,25 @@ def _sparse_arrays(
     return [target.create(f"{matrix.name}/{name}", (n,), dtypes[name], cut) for name in dtypes], cut, lengths
 
 
-def append_matrix(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> None:
-    """Appends the rows of a matrix to the stored matrix of the same name. Raises SourceError if the source changed."""
-    stored: Any = target.root[matrix.name]
-    if matrix.encoding == "dense":
-        _write_rows(matrix, scan, target, [_continued(stored, target)], n_before=int(stored.size))
-        stored.resize((stored.shape[0] + matrix.n_rows, matrix.n_genes))
-        return
-    assert scan.lengths is not None
-    data, indices, indptr = (stored[name] for name in ("data", "indices", "indptr"))
-    writers = [_continued(array, target) for array in (data, indices)]
-    _write_rows(matrix, scan, target, writers, n_before=int(data.size))
-    with _continued(indptr, target) as writer:
-        for _, ends in row_ends(scan.lengths, int(data.size)):
-            writer.append(ends)
-    for array, n_new in ((data, scan.n_values), (indices, scan.n_values), (indptr, matrix.n_rows)):
-        array.resize((array.shape[0] + n_new,))
-    stored.attrs["shape"] = [stored.attrs["shape"][0] + matrix.n_rows, matrix.n_genes]
-
-
-@contextlib.contextmanager
-def _continued(array: zarr.Array[Any], target: Target) -> Iterator[ShardWriter]:
-    """A writer that continues after the last element of an array. Raises ReadError if the last shard is damaged."""
-    layout = stored_layout(array)
-    shard, n_in_last_shard = divmod(layout.n_elements, layout.chunk_elements * layout.chunks_per_shard)
-    with target.writer(array, shard) as writer:
-        if n_in_last_shard:
-            for elements in target.stored(array).chunks_of(shard):
-                writer.append(elements)
-        yield writer
-
-
 def _write_rows(
     matrix: SourceMatrix,
     scan: MatrixScan,
     target: Target,
-    writers: Sequence[contextlib.AbstractContextManager[ShardWriter]],
+    writers: Sequence[ShardWriter],
     *,
-    n_before: int = 0,
-    row: int = 0,
-    skipped: int = 0,
+    row: int,
+    skipped: int,
 ) -> None:
     """The second pass: writes the values of the rows from `row` on and, for CSR, their genes.
 
-    The arrays have `n_before` values of other rows. The first `skipped` values of `row` are stored already. Raises
-    SourceError if the matrix has changed since the scan.
+    The first `skipped` values of `row` are stored already. Raises SourceError if the matrix has changed since the scan.
     """
     lengths = np.zeros(0, np.uint32) if scan.lengths is None else scan.lengths
-    changed = SourceError(f"{matrix.name} changed while it was being {target.command}ed: run {target.command} again")
+    changed = SourceError(f"{matrix.name} changed while it was being converted: run convert again")
     advance = target.bars.add(f"writing {matrix.name}", scan.n_values)
     with contextlib.ExitStack() as opened:
         values, *genes = [opened.enter_context(writer) for writer in writers]
-        advance(values.n_elements - n_before)
+        advance(values.n_elements)
         for window in matrix.windows(row):
             n_rows = len(window.lengths)
             if genes and not np.array_equal(window.lengths, lengths[row : row + n_rows]):
@@ -292,7 +253,7 @@ def _write_rows(
                 writer.append(window.genes[skipped:])
             advance(len(window.values) - min(skipped, len(window.values)))
             skipped -= min(skipped, len(window.values))
-    if values.n_elements - n_before != scan.n_values:
+    if values.n_elements != scan.n_values:
         raise changed
 
 
@@ -312,13 +273,14 @@ def _store_indptr(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> NDA
         lengths = second_scan.lengths
     with target.writer(array) as writer:
         writer.append(np.zeros(1, dtype))
-        for _, ends in row_ends(lengths):
+        for _, ends in _row_ends(lengths):
             writer.append(ends)
     return lengths
 
 
-def row_ends(lengths: NDArray[np.uint32], begin: int = 0) -> Iterator[tuple[int, Rows]]:
-    """The ends of rows of these lengths that begin at element `begin`, in pieces: the first row, and the ends."""
+def _row_ends(lengths: NDArray[np.uint32]) -> Iterator[tuple[int, Rows]]:
+    """The ends of rows of these lengths, in pieces: the first row, and the ends."""
+    begin = 0
     for start in range(0, len(lengths), _INDPTR_WINDOW):
         ends = begin + np.cumsum(lengths[start : start + _INDPTR_WINDOW], dtype=np.int64)
         yield start, ends
@@ -337,7 +299,7 @@ def _stored_lengths(indptr: StoredArray) -> NDArray[np.uint32]:
 
 def _row_at(lengths: NDArray[np.uint32], element: int) -> tuple[int, int]:
     """The row that contains an element, and the number of the row's elements before it."""
-    for start, ends in row_ends(lengths):
+    for start, ends in _row_ends(lengths):
         if ends[-1] > element:
             row = int(np.searchsorted(ends, element, side="right"))
             return start + row, element - int(ends[row] - lengths[start + row])

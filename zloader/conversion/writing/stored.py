@@ -1,6 +1,6 @@
 """Reads stored arrays back, one piece per stored object, and verifies every checksum.
 
-`convert --resume`, `append` and `verify` read in this way. The memory in use is that of one read and one chunk.
+`convert --resume` and `verify` read in this way. The memory in use is that of one read and one chunk.
 """
 
 from __future__ import annotations
