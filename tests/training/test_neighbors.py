@@ -105,6 +105,27 @@ def test_more_neighbours_than_the_graph_has(store: Path, adata: Any) -> None:
         assert not minibatch.neighbor_weights[:, 7:].any()
 
 
+@pytest.mark.parametrize(
+    ("weights", "smallest", "expected"),
+    [
+        ([0, 16777217.0, 16777216.0, 0, 0], True, [2, 1]),
+        ([0, 1e-50, 1e-46, 0, 0], False, [2, 1]),
+        (np.array([0, 2**53 + 1, 2**53, 2**53 + 2, 0]), False, [3, 1]),
+        (np.array([0, 2**64 - 2, 5, 2**64 - 1, 0], np.uint64), False, [3, 1]),
+        (np.array([0, 1, 0, 1, 0], bool), False, [1, 3]),
+    ],
+)
+def test_weights_are_compared_as_they_are_stored(tmp_path: Path, weights: Any, smallest: bool, expected: Any) -> None:
+    adata, graph = counts(5, 3), np.zeros((5, 5), np.asarray(weights).dtype)
+    graph[0] = weights
+    adata.obsp["g"] = scipy.sparse.csr_matrix(graph)
+    adata.write_h5ad(tmp_path / "a.h5ad")
+    neighbors = zl.Neighbors("obsp/g", k=2, smallest=smallest)
+    minibatch = next(iter(zl.Loader(zl.open_dataset(tmp_path / "a.h5ad"), neighbors=neighbors, shuffle=False)))
+    assert minibatch.neighbors.index[:2].tolist() == expected
+    np.testing.assert_array_equal(minibatch.neighbor_weights[0], graph[0, expected].astype(np.float32))
+
+
 def test_a_view_has_its_own_neighbours_only(store: Path, adata: Any) -> None:
     dataset = zl.open_dataset(store)
     view = dataset.where("slide == 'a'")

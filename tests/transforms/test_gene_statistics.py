@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.common.errors import OptionError, ZloaderError
 from zloader.common.records import CsrArrays
-from zloader.transforms import Downsample, GeneStatistics, LogNormalize, Normalize, Scale
+from zloader.transforms import Clip, Downsample, GeneStatistics, LogNormalize, Normalize, Scale
 from zloader.transforms.statistics import Moments
 
 ADATA = counts(250, 30)
@@ -80,6 +80,8 @@ def test_the_cache_keeps_them(store, tmp_path, monkeypatch):
         "log of another": lambda of: of.gene_statistics(transforms=[LogNormalize(1e3)]),
         "scaled": lambda of: of.gene_statistics(transforms=[*log, Scale(std=np.arange(30.0))]),
         "scaled by others": lambda of: of.gene_statistics(transforms=[*log, Scale(std=np.full(30, 2))]),
+        "clipped": lambda of: of.gene_statistics(transforms=[Clip(-1, 12)]),
+        "clipped, with the same digits": lambda of: of.gene_statistics(transforms=[Clip(-11, 2)]),
         "layer": lambda of: of.gene_statistics("layers/large"),
         "view": lambda of: of[:100].gene_statistics(),
         "another view": lambda of: of[100:200].gene_statistics(),

@@ -215,10 +215,14 @@ def _no_rows(n_genes: int) -> CsrArrays:
 
 def _key(dependencies: Any, transforms: Sequence[Transform]) -> str:
     """Names everything that the statistics depend on, in 32 hexadecimal digits."""
-    digest = hashlib.sha256(repr((_VERSION, dependencies)).encode())
-    for transform in transforms:
-        digest.update(type(transform).__name__.encode())
-        for field in fields(transform):  # type: ignore[arg-type]
-            value: Any = getattr(transform, field.name)
-            digest.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
-    return digest.hexdigest()[:32]
+    described = [
+        (type(each).__name__, {field.name: _described(getattr(each, field.name)) for field in fields(each)})  # type: ignore[arg-type]
+        for each in transforms
+    ]
+    return hashlib.sha256(repr((_VERSION, dependencies, described)).encode()).hexdigest()[:32]
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, np.ndarray):  # whose repr leaves numbers out
+        return value.dtype.str, value.shape, hashlib.sha256(value.tobytes()).hexdigest()
+    return value

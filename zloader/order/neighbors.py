@@ -107,7 +107,7 @@ class BoundNeighbors(SharesArrays):
             _require_numbers(window)
             stop = window.first + len(window.indptr) - 1
             into = self._rows[window.first : stop], self._weights[window.first : stop]
-            graph = window.indptr, window.others, window.weights.astype(np.float32, copy=False)
+            graph = window.indptr, window.others, _comparable(window.weights)
             twice = _take_nearest(graph, window.first, allowed, options.smallest, *into)
             if twice >= 0:
                 raise FormatError(
@@ -125,6 +125,13 @@ class BoundNeighbors(SharesArrays):
     def weights_of(self, rows: Rows) -> NDArray[np.float32]:
         """The weights of the neighbours of some rows, rows x `n`."""
         return self._weights[rows]
+
+
+def _comparable(weights: NDArray[Any]) -> NDArray[Any]:
+    """Weights in a dtype that compiled loops compare, without rounding any."""
+    if weights.dtype.kind in "iu":
+        return weights.astype(np.uint64 if weights.dtype.kind == "u" else np.int64, copy=False)
+    return weights.astype(np.float64, copy=False)
 
 
 def _require_numbers(window: GraphWindow) -> None:
@@ -147,6 +154,7 @@ def _take_nearest(
     """Fills the tables of rows and weights of a window. Returns a row with a repeated neighbour, or -1."""
     indptr, others, given = graph
     k = rows.shape[1]
+    nearest = np.empty(k, given.dtype)  # the weights of a row, which `weights` may have to round
     for row in range(len(indptr) - 1):
         n, own = 0, first + row
         for i in range(indptr[row], indptr[row + 1]):
@@ -157,13 +165,16 @@ def _take_nearest(
                 if rows[row, j] == other:
                     return own
             place = n
-            while place > 0 and (weight < weights[row, place - 1] if smallest else weight > weights[row, place - 1]):
+            while place > 0 and (weight < nearest[place - 1] if smallest else weight > nearest[place - 1]):
                 place -= 1
             if place == k:
                 continue
             n = min(n + 1, k)
             for j in range(n - 1, place, -1):
-                rows[row, j], weights[row, j] = rows[row, j - 1], weights[row, j - 1]
-            rows[row, place], weights[row, place] = other, weight
-        rows[row, n:], weights[row, n:] = own, 0
+                rows[row, j], nearest[j] = rows[row, j - 1], nearest[j - 1]
+            rows[row, place], nearest[place] = other, weight
+        for j in range(k):
+            if j >= n:
+                rows[row, j], nearest[j] = own, 0
+            weights[row, j] = nearest[j]
     return -1
