@@ -32,7 +32,7 @@ _ADVICE = {
     "Loader(parts=)": "locality='machine' has one part per machine",
     "Loader(redeal=)": "locality='machine' keeps the part of a machine in all epochs",
     "warm(bytes_per_s=)": "zloader does not limit the rate; a limit of the network, such as tc's, does",
-    "Dataset.split(hold_out=)": "dataset.where(...) makes views of the rows held out and of the others: see docs/sets.md",
+    "Dataset.split(hold_out=)": "dataset.where(...) makes a view of rows to hold out: see docs/sets.md",
     "Dataset.split(controls=)": "split the controls and the other rows by themselves, and unite them: see docs/sets.md",
     "zloader append": _MORE_CELLS,
     "zloader index": _STORES,
