@@ -64,7 +64,7 @@ def random_anndata(rng: np.random.Generator) -> ad.AnnData:
     )
 
 
-FORMS = ["decoded", "compact", "stored"]
+FORMS = ["decoded", "compact"]
 
 
 class Round:

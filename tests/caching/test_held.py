@@ -393,36 +393,3 @@ def test_a_replaced_column_is_intact(copy):
     save_column(directory, "mine", [np.arange(5)], shape=(5,), dtype=np.dtype(np.int64))
     assert verify(copy.directory) == []
     assert copy.file("mine.flat").exists()
-
-
-# ---- the stored form
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("damage", ["chunk", "place", "truncated"])
-def test_damage_in_a_mirror_of_the_stored_form_is_found_and_mended(store, tmp_path, damage):
-    cache = Cache(tmp_path, form="stored")
-    assert epoch(store, cache).gets
-    (entry,) = mirrors(tmp_path)
-    seen, compared = inspect_mirror(entry), []
-    assert seen.arrays.keys() == {"X/data (stored)", "X/indices (stored)", "X/indptr", "obs/cell_type/codes"}
-    assert (seen.chunks_held, seen.bytes_held) == (seen.chunks, seen.bytes_in_all)
-    assert verify(entry.directory, compared.append) == []
-    assert sum(compared) == seen.checked_bytes
-    copy = Copy(tmp_path, store)
-    if damage == "chunk":
-        copy.flip("X%2Fdata.stored", 40)
-    elif damage == "place":
-        copy.flip("X%2Fdata.places", 64 + 8 * seen.arrays["X/data (stored)"].chunks)  # the offset of chunk 0
-    else:
-        copy.resize("X%2Fdata.stored", 0)
-    found = verify(entry.directory)
-    if damage == "truncated":
-        assert found[0].startswith("X%2Fdata.stored has 0 bytes instead of ")
-        assert found[1].startswith("X/data (stored): chunks 0 to ")
-    else:
-        assert found == ["X/data (stored): chunk 0 differs from its checksum"]
-        assert inspect_mirror(entry).chunks_held == seen.chunks - 1
-    assert epoch(store, cache).gets
-    assert verify(entry.directory) == []
-    assert epoch(store, cache).gets == 0

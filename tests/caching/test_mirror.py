@@ -30,7 +30,7 @@ from zloader.caching.chunk_file import ChunkSet
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.kept_objects import load_object, save_object
 from zloader.caching.leases import Leases
-from zloader.caching.mirror import MirrorArray, StoredChunks, open_mirror, open_mirror_directory
+from zloader.caching.mirror import MirrorArray, open_mirror, open_mirror_directory
 from zloader.caching.mirror import load_column as load_checked
 from zloader.caching.mirror import save_column as save_windows
 from zloader.common import page_cache
@@ -79,17 +79,8 @@ def _chunk(chunk, layout=LAYOUT, truth=TRUTH):
     return truth[chunk * layout.chunk_elements : (chunk + 1) * layout.chunk_elements]
 
 
-def _stored_array(directory, layout):
-    """The mirror of an array whose shards hold the bytes of its chunks as they are, without an index."""
-    ends = np.arange(1, layout.n_shards + 1) * layout.chunks_per_shard * layout.chunk_elements
-    ends = np.minimum(ends, layout.n_elements)
-    sizes = np.diff(ends, prepend=0) * layout.dtype.itemsize
-    keys = map(layout.shard_key, range(layout.n_shards))
-    return StoredChunks(directory, layout, dict(zip(keys, sizes.tolist(), strict=True)))
-
-
-def _open(cache, layout=LAYOUT, form="decoded"):
-    return (_stored_array if form == "stored" else MirrorArray)(_directory(cache), layout)
+def _open(cache, layout=LAYOUT):
+    return MirrorArray(_directory(cache), layout)
 
 
 def _slots(layout, chunks):
@@ -100,35 +91,29 @@ def _slots(layout, chunks):
 
 
 def _put(mirror, chunk, elements):
-    """Keeps one chunk whose stored bytes are its elements."""
+    """Keeps one chunk."""
     chunks = np.array([chunk])
-    if mirror.needs_places:
-        offset = chunk % mirror.layout.chunks_per_shard * mirror.layout.chunk_elements * mirror.layout.dtype.itemsize
-        mirror.place(chunks, np.array([offset]), np.array([elements.nbytes]))
-    jobs = _slots(mirror.layout, chunks).jobs(chunks, sizes=elements.nbytes)
-    mirror.keep(chunks, jobs, [elements.tobytes()], elements)
+    mirror.keep(chunks, _slots(mirror.layout, chunks).jobs(chunks), elements)
 
 
-def _fill(directory, chunks=ALL, layout=LAYOUT, truth=TRUTH, form="decoded"):
-    mirror = _open(directory, layout, form)
+def _fill(directory, chunks=ALL, layout=LAYOUT, truth=TRUTH):
+    mirror = _open(directory, layout)
     for chunk in chunks:
         _put(mirror, int(chunk), _chunk(chunk, layout, truth))
     return mirror
 
 
-def _check_present_chunks(directory, layout=LAYOUT, truth=TRUTH, form="decoded"):
+def _check_present_chunks(directory, layout=LAYOUT, truth=TRUTH):
     """Opens the mirror again and compares every present chunk with the truth; returns the missing chunks."""
-    mirror = _open(directory, layout, form)
+    mirror = _open(directory, layout)
     chunks = np.arange(layout.n_chunks)
     missing = mirror.missing(chunks)
     present = np.setdiff1d(chunks, missing)
     for chunk, start, stop in zip(present.tolist(), *map(np.ndarray.tolist, mirror.bounds(present)), strict=True):
         wanted = _chunk(chunk, layout, truth)
         np.testing.assert_array_equal(mirror.content[start:stop].view(layout.dtype), wanted)
-        if form == "stored" and len(wanted) < layout.chunk_elements:
-            continue  # a real store has a whole chunk at the end, too
         slots = _slots(layout, np.array([chunk]))
-        assert not len(mirror.take(slots.chunks, slots.jobs(slots.chunks), slots.elements))
+        mirror.take(slots.chunks, slots.jobs(slots.chunks), slots.elements)
         np.testing.assert_array_equal(slots.elements, wanted)
     return missing.tolist()
 
@@ -260,25 +245,17 @@ def _damaged(tmp_path, suffix):
 class Full:
     """The files of a full mirror: that of the chunks, that of their words, and the others."""
 
-    form: str
     content: Path
     words: Path
     others: list[Path]
 
-    def open(self, cache):
-        return _open(cache, form=self.form)
 
-    def missing(self, cache):
-        return _check_present_chunks(cache, form=self.form)
-
-
-@pytest.fixture(scope="module", params=["decoded", "stored"])
-def full(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
     cache = tmp_path_factory.mktemp("full")
-    _fill(cache, form=request.param).record_verified()
+    _fill(cache).record_verified()
     files = {file.suffix: file for file in _directory(cache).path.iterdir()}
-    content, words = (".flat", ".sums") if request.param == "decoded" else (".stored", ".places")
-    return Full(request.param, files.pop(content), files.pop(words), list(files.values()))
+    return Full(files.pop(".flat"), files.pop(".sums"), list(files.values()))
 
 
 @contextlib.contextmanager
@@ -288,10 +265,10 @@ def _copy_of(full):
     directory = _directory(cache).path
     for file in (full.content, full.words, *full.others):
         (directory / file.name).write_bytes(file.read_bytes())
-    mirror = full.open(cache)
+    mirror = _open(cache)
     assert mirror.missing(ALL).tolist() == []
     mirror.record_verified()
-    assert full.open(cache).contains(ALL)  # without reading the chunks
+    assert _open(cache).contains(ALL)  # without reading the chunks
     yield cache, directory
     for file in directory.iterdir():
         file.unlink()
@@ -305,27 +282,19 @@ def test_a_flipped_byte_of_the_elements_is_a_miss(full, offset, change):
         stored = bytearray(file.read_bytes())
         stored[offset] ^= change
         file.write_bytes(stored)
-        assert full.missing(cache) == [offset // 20]
+        assert _check_present_chunks(cache) == [offset // 20]
 
 
 @pytest.mark.slow
-@given(offset=st.integers(0, 64 + 8 * 30 - 1), change=st.integers(1, 255))
+@given(offset=st.integers(0, 64 + 8 * 10 - 1), change=st.integers(1, 255))
 def test_a_flipped_byte_of_the_words_is_a_miss(full, offset, change):
-    """The words, and in the stored form the offsets and then the sizes of all chunks."""
     with _copy_of(full) as (cache, directory):
         file = directory / full.words.name
         stored = bytearray(file.read_bytes())
-        assert len(stored) == 64 + (80 if full.form == "decoded" else 240)
-        offset %= len(stored)
+        assert len(stored) == 64 + 80
         stored[offset] ^= change
         file.write_bytes(stored)
-        missing = full.missing(cache)
-        if offset < 64:
-            assert missing == ALL.tolist()
-        elif missing:  # if the last chunk has a larger size, it ends with the file all the same
-            assert missing == [(offset - 64) // 8 % 10]
-        else:
-            assert offset >= 64 + 8 * 29
+        assert _check_present_chunks(cache) == (ALL.tolist() if offset < 64 else [(offset - 64) // 8])
 
 
 @pytest.mark.slow
@@ -333,7 +302,7 @@ def test_a_flipped_byte_of_the_words_is_a_miss(full, offset, change):
 def test_truncated_elements_are_misses(full, length):
     with _copy_of(full) as (cache, directory):
         os.truncate(directory / full.content.name, length)
-        assert full.missing(cache) == list(range(length // 20, 10))
+        assert _check_present_chunks(cache) == list(range(length // 20, 10))
 
 
 @pytest.mark.slow
@@ -341,14 +310,14 @@ def test_truncated_elements_are_misses(full, length):
 def test_truncated_words_are_misses(full, length):
     with _copy_of(full) as (cache, directory):
         os.truncate(directory / full.words.name, length)
-        assert full.missing(cache) == ALL.tolist()
+        assert _check_present_chunks(cache) == ALL.tolist()
 
 
 @pytest.mark.parametrize("which", ["content", "words"])
 def test_a_deleted_file_is_a_miss(full, which):
     with _copy_of(full) as (cache, directory):
         (directory / getattr(full, which).name).unlink()
-        assert full.missing(cache) == ALL.tolist()
+        assert _check_present_chunks(cache) == ALL.tolist()
 
 
 @pytest.mark.parametrize("which", ["content", "words"])
@@ -356,18 +325,15 @@ def test_a_file_that_is_too_long_gives_no_wrong_values(full, which):
     with _copy_of(full) as (cache, directory):
         file = directory / getattr(full, which).name
         file.write_bytes(file.read_bytes() + b"\x07" * 100)
-        full.missing(cache)
+        _check_present_chunks(cache)
         assert file.stat().st_size == len(getattr(full, which).read_bytes())
 
 
 def test_checksums_of_another_array_are_ignored(full):
-    for other in (
-        _layout(chunk_elements=19),
-        _layout(dtype="<i2") if full.form == "decoded" else _layout(n_elements=94),
-    ):
+    for other in (_layout(chunk_elements=19), _layout(dtype="<i2")):
         with _copy_of(full) as (cache, _):
             truth = _truth(other)
-            assert _check_present_chunks(cache, other, truth, full.form) == list(range(other.n_chunks))
+            assert _check_present_chunks(cache, other, truth) == list(range(other.n_chunks))
 
 
 def test_a_change_with_an_unchanged_modification_time_is_noticed(full):
@@ -379,7 +345,7 @@ def test_a_change_with_an_unchanged_modification_time_is_noticed(full):
         stored[50] ^= 1
         file.write_bytes(stored)
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert full.missing(cache) == [2]
+        assert _check_present_chunks(cache) == [2]
 
 
 def test_a_file_is_recorded_as_verified_only_if_all_of_it_was_compared(full):
@@ -388,10 +354,10 @@ def test_a_file_is_recorded_as_verified_only_if_all_of_it_was_compared(full):
         stored = bytearray(file.read_bytes())
         stored[-1] ^= 1
         file.write_bytes(stored)
-        mirror = full.open(cache)
+        mirror = _open(cache)
         assert mirror.missing(ALL[:-1]).tolist() == []
         mirror.record_verified()
-        assert full.missing(cache) == [9]
+        assert _check_present_chunks(cache) == [9]
 
 
 def test_verified_marks_of_another_boot_are_ignored(full):
@@ -399,22 +365,22 @@ def test_verified_marks_of_another_boot_are_ignored(full):
     with _copy_of(full) as (cache, directory):
         marks = directory / "proved.json"
         marks.write_text(json.dumps(json.loads(marks.read_text()) | {"boot": "another"}))
-        assert not full.open(cache).contains(ALL)
+        assert not _open(cache).contains(ALL)
         for torn in ("", "[]", "{", '{"boot": 1}', "null"):
             marks.write_text(torn)
-            assert not full.open(cache).contains(ALL)
-        assert full.missing(cache) == []
+            assert not _open(cache).contains(ALL)
+        assert _check_present_chunks(cache) == []
 
 
 def test_a_chunk_that_another_process_found_damaged_is_not_contained(full):
     """Also by one that verified it before: its bytes may have changed since."""
     with _copy_of(full) as (cache, directory):
-        mirror = full.open(cache)
+        mirror = _open(cache)
         assert mirror.missing(ALL).tolist() == []
         assert mirror.contains(ALL)
         file = directory / full.content.name
         file.write_bytes(b"\x00" + file.read_bytes()[1:])
-        assert full.open(cache).missing(ALL).tolist() == [0]
+        assert _open(cache).missing(ALL).tolist() == [0]
         assert not mirror.contains(ALL)
         assert mirror.contains(ALL[1:])
 
@@ -423,12 +389,12 @@ def test_a_damaged_chunk_is_reported_and_can_be_written_again(full, caplog):
     with _copy_of(full) as (cache, directory):
         file = directory / full.content.name
         file.write_bytes(b"\x00" + file.read_bytes()[1:])
-        mirror = full.open(cache)
+        mirror = _open(cache)
         assert mirror.missing(ALL).tolist() == mirror.missing(ALL).tolist() == [0]
         assert [record.levelname for record in caplog.records] == ["WARNING"]  # once
         _put(mirror, 0, _chunk(0))
         assert mirror.missing(ALL).tolist() == []
-        assert full.missing(cache) == []
+        assert _check_present_chunks(cache) == []
 
 
 # ---- several processes, and killed ones
@@ -682,7 +648,7 @@ def _of_another_user(tmp_path):
 def _a_link(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "zloader-cache").touch()
-    (tmp_path / f"{PRINT}-v4").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"{PRINT}-v5").symlink_to(tmp_path / "elsewhere")
     return tmp_path
 
 
@@ -740,7 +706,7 @@ def test_an_unusable_cache_gives_none_and_one_warning(tmp_path, caplog, damage):
 def test_a_cache_in_which_others_cannot_rename_files_is_used(tmp_path, caplog, mode):
     """For example /tmp, which contains other users' mirrors."""
     (tmp_path / "zloader-cache").touch()
-    (tmp_path / f"{'a' * 32}-v4").mkdir(mode=0)
+    (tmp_path / f"{'a' * 32}-v5").mkdir(mode=0)
     tmp_path.chmod(mode)
     assert open_mirror(_directory(tmp_path), [LAYOUT]) is not None
     assert not caplog.records
@@ -822,7 +788,7 @@ def test_a_column_is_cached(tmp_path, name, caplog):
     assert _equal(column, COLUMNS[name])
     assert not column.flags.writeable
     assert not caplog.records
-    files = {"users", "mirror.json", "turn", f"{name}.flat", f"{name}.sums", "proved.json"}
+    files = {"users", "mirror.json", "owners", f"{name}.flat", f"{name}.sums", "proved.json"}
     assert {file.name for file in directory.path.iterdir()} == files
 
 
@@ -916,19 +882,14 @@ def test_an_object_of_another_size_is_not_used(tmp_path, caplog):
     assert "5 of 6 bytes" in record.getMessage()
 
 
-@pytest.mark.parametrize("form", ["decoded", "stored"])
-def test_only_chunks_that_have_disk_space_are_acquired(tmp_path, monkeypatch, form):
+def test_only_chunks_that_have_disk_space_are_acquired(tmp_path, monkeypatch):
     monkeypatch.setattr(chunk_file, "_PIECE_BYTES", 4 * 4096)
     layout = _layout(n_elements=64 * 2048, chunk_elements=2048)  # chunks of 4 KiB
-    directory = MirrorDirectory(Cache(tmp_path, max_bytes="500kB", form=form), PRINT, "store")
-    array = (MirrorArray if form == "decoded" else _stored_array)(directory, layout)
-    if form == "stored":
-        chunks = np.arange(64)
-        array.place(chunks, chunks % 4 * 4096, np.full(64, 4096))
-    mine, _ = array.acquire(np.arange(64), Leases(directory.path))
+    directory = MirrorDirectory(Cache(tmp_path, max_bytes="500kB"), PRINT, "store")
+    mine, _ = MirrorArray(directory, layout).acquire(np.arange(64), Leases(directory.path))
     assert 0 < len(mine) < 64
     assert len(mine) % 4 == 0  # space is allocated for four chunks at a time
-    assert _damaged(tmp_path, "flat" if form == "decoded" else "stored").stat().st_blocks * 512 >= 4096 * len(mine)
+    assert _damaged(tmp_path, "flat").stat().st_blocks * 512 >= 4096 * len(mine)
 
 
 # ------------------------------------------------------------------------------------------------ many chunks

@@ -17,7 +17,9 @@ import zloader as zl
 from zloader.caching.directory import MirrorDirectory, mirrors
 from zloader.caching.mirror import open_mirror_directory
 from zloader.caching.place import place_of
+from zloader.common import file_systems
 from zloader.common.errors import CacheError, OptionError
+from zloader.common.file_systems import has_stable_inodes, shared_file_system
 from zloader.common.options import Cache
 
 pytestmark = pytest.mark.any_version
@@ -169,3 +171,37 @@ def test_processes_that_start_at_once_agree(tmp_path, others):
                 (directory / "other").mkdir(parents=True)
             (path,) = set(threads.map(make, [directory] * n_threads))
             assert path.parent == (directory / "zloader" if others else directory)
+
+
+# ---- which file systems
+
+
+@pytest.mark.parametrize(
+    ("magic", "name", "stable"),
+    [
+        (0xEF53, None, True),  # ext4
+        (0x01021994, None, True),  # tmpfs
+        (0x794C7630, None, True),  # overlayfs
+        (0x2011BAB0, None, False),  # exfat
+        (0x6969, "NFS", True),
+        (0x0BD00BD0, "Lustre", True),
+        (0x65735546, "FUSE", False),
+        (0x12345678, None, False),
+        (None, None, False),
+    ],
+)
+def test_file_systems(monkeypatch, tmp_path, magic, name, stable):
+    monkeypatch.setattr(file_systems, "_magic", lambda _: magic)
+    assert (shared_file_system(tmp_path), has_stable_inodes(tmp_path)) == (name, stable)
+
+
+def test_there_is_no_cache_on_a_file_system_that_machines_share(tmp_path, monkeypatch):
+    write_store(counts(20, 5), tmp_path / "a.zarr", tmp_path)
+    shared = tmp_path / "shared"
+    monkeypatch.setattr(file_systems, "_magic", lambda path: 0x6969 if Path(path) == tmp_path else 0xEF53)
+    with pytest.raises(OptionError, match=r"shared/cache is on NFS, .* a directory on a local disk, or no cache"):
+        zl.open_dataset(tmp_path / "a.zarr", cache=shared / "cache")
+    assert not shared.exists()
+    assert sum(map(len, zl.Loader(zl.open_dataset(tmp_path / "a.zarr"), batch_size=8))) == 20
+    (tmp_path / "local").mkdir()
+    assert zl.open_dataset(tmp_path / "a.zarr", cache=tmp_path / "local").cache_statistics().chunks_held == 0

@@ -28,7 +28,6 @@ from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.recipe import Cutting, Recipe
 from zloader.reading.resources import BufferPool, Counters
-from zloader.storage.decode import CHUNK
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.metadata import array_layout
 from zloader.testing.source import FakeSource, Fault
@@ -45,15 +44,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "counts.zarr"
 
 
-def mirror_directory(directory: Path, form: str = "decoded") -> MirrorDirectory:
-    return MirrorDirectory(zl.Cache(directory=directory, form=form), "0" * 32, "store")
+def mirror_directory(directory: Path) -> MirrorDirectory:
+    return MirrorDirectory(zl.Cache(directory=directory), "0" * 32, "store")
 
 
-def mirror_of(part, directory: Path, form: str = "decoded") -> Mirror:
-    return open_mirror(mirror_directory(directory, form), part.matrix.arrays, part.object_sizes)
-
-
-EITHER_FORM = pytest.mark.parametrize("form", ["decoded", "stored"])
+def mirror_of(part, directory: Path) -> Mirror:
+    return open_mirror(mirror_directory(directory), part.matrix.arrays)
 
 
 def part_of(store: Path) -> MatrixPart:
@@ -138,10 +134,9 @@ def test_any_rows_in_any_order_with_reads_completing_in_any_order(store, rows, s
     assert check(minibatches).tolist() == rows.tolist()
 
 
-@EITHER_FORM
-def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(store, tmp_path, form):
+def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(store, tmp_path):
     part = part_of(store)
-    mirror = mirror_of(part, tmp_path, form)
+    mirror = mirror_of(part, tmp_path)
     source = FakeSource(store, seed=1)
     # No gaps, because the bytes between two wanted chunks would be chunks read in vain.
     options = zl.FetchOptions(gap_bytes=0, prefetch=5)
@@ -165,22 +160,20 @@ def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(stor
     assert counters.chunks_decoded == 0
 
 
-@EITHER_FORM
-def test_a_half_filled_mirror_is_completed(store, tmp_path, form):
+def test_a_half_filled_mirror_is_completed(store, tmp_path):
     part = part_of(store)
     streaming = plan(sampling=zl.Streaming())
-    run(part, FakeSource(store), streaming[: len(streaming) // 2], mirror=mirror_of(part, tmp_path, form))
-    minibatches, counters = run(part, FakeSource(store), plan(), mirror=mirror_of(part, tmp_path, form))
+    run(part, FakeSource(store), streaming[: len(streaming) // 2], mirror=mirror_of(part, tmp_path))
+    minibatches, counters = run(part, FakeSource(store), plan(), mirror=mirror_of(part, tmp_path))
     assert sorted(check(minibatches)) == list(range(300))
     assert 0 < counters.chunks_decoded < sum(array.n_chunks for array in part.matrix.arrays)
 
 
-@EITHER_FORM
-def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path, form):
+def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path):
     """Also while the epoch goes on that wanted them, or another process would wait for it until its deadline."""
     part = part_of(store)
     failing = FakeSource(store, faults=[Fault(kind="error", key="X/data/c/3$", skip=1)])  # after the index
-    mirror, others = mirror_of(part, tmp_path, form), mirror_of(part, tmp_path, form)
+    mirror, others = mirror_of(part, tmp_path), mirror_of(part, tmp_path)
     values = part.matrix.values
     chunks = np.flatnonzero(np.arange(values.n_chunks) // values.chunks_per_shard == 3)
 
@@ -198,14 +191,13 @@ def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path, form):
     asyncio.run(run())
 
 
-@EITHER_FORM
-def test_a_corrupt_chunk_is_not_mirrored_and_the_others_are_right(store, tmp_path, form):
+def test_a_corrupt_chunk_is_not_mirrored_and_the_others_are_right(store, tmp_path):
     """Corrupt chunks are decoded together with others, which may be kept."""
     part = part_of(store)
     flipping = FakeSource(store, faults=[Fault(kind="flip", key="X/data/c/2", skip=1)])  # after the index
     with pytest.raises(CorruptChunkError, match="X/data/c/2"):
-        run(part, flipping, plan(), mirror=mirror_of(part, tmp_path, form))
-    minibatches, _ = run(part, FakeSource(store), plan(), mirror=mirror_of(part, tmp_path, form))
+        run(part, flipping, plan(), mirror=mirror_of(part, tmp_path))
+    minibatches, _ = run(part, FakeSource(store), plan(), mirror=mirror_of(part, tmp_path))
     assert sorted(check(minibatches)) == list(range(300))
 
 
@@ -253,10 +245,10 @@ def test_a_flipped_byte_in_a_shard_index_is_read_again(store):
 
 
 @pytest.mark.parametrize("skip", [0, 1], ids=["index", "chunk"])
-@pytest.mark.parametrize("form", [None, "decoded", "stored"], ids=["no mirror", "decoded", "stored"])
-def test_a_byte_that_stays_flipped_is_an_error_that_names_it(store, tmp_path, skip, form):
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_byte_that_stays_flipped_is_an_error_that_names_it(store, tmp_path, skip, mirrored):
     part = part_of(store)
-    mirror = mirror_of(part, tmp_path, form) if form else None
+    mirror = mirror_of(part, tmp_path) if mirrored else None
     source = FakeSource(store, faults=[Fault(kind="flip", key="X/data/c/2$", skip=skip)])
     with pytest.raises(CorruptChunkError, match="X/data/c/2") as caught:
         run(part, source, plan(sampling=zl.Streaming()), mirror=mirror)
@@ -268,28 +260,8 @@ def test_a_byte_that_stays_flipped_is_an_error_that_names_it(store, tmp_path, sk
     assert sorted(check(good)) == list(range(300))
 
 
-def test_a_mirrored_chunk_that_cannot_be_decoded_is_read_from_the_store(store, tmp_path):
-    """As if it had been damaged before its checksum was computed."""
-    part = part_of(store)
-    mirror = mirror_of(part, tmp_path, "stored")
-    run(part, FakeSource(store), plan(), mirror=mirror)
-    array = mirror.arrays["X/data"]
-    chunks = np.array([2, 5])
-    starts, stops = array.bounds(chunks)
-    jobs = np.zeros(len(chunks), CHUNK)
-    jobs["size"] = stops - starts
-    array.keep(chunks, jobs, [bytes([7]) * int(jobs["size"].max())], np.empty(0))
-    gets = []
-    for _ in range(3):
-        minibatches, counters = run(part, FakeSource(store), plan(), mirror=mirror)
-        assert sorted(check(minibatches)) == list(range(300))
-        gets.append(counters.gets)
-    assert gets[0] > 0
-    assert gets[2] == 0
-
-
-@pytest.mark.parametrize("form", [None, "decoded", "stored"], ids=["no mirror", "decoded", "stored"])
-def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(store, tmp_path, form):
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(store, tmp_path, mirrored):
     part = part_of(store)
     sizes = dict(part.object_sizes)
     del sizes["X/data/c/1"]
@@ -300,10 +272,10 @@ def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(sto
     values = zl.open_dataset(store).store.root["X/data"].metadata.to_dict()
     matrix = replace(part.matrix, values=array_layout("X/data", values, absent_is_fill=True))
     foreign = replace(lacking, matrix=matrix)
-    mirror = mirror_of(foreign, tmp_path, form) if form else None
+    mirror = mirror_of(foreign, tmp_path) if mirrored else None
     minibatches, _ = run(foreign, FakeSource(store), plan(), mirror=mirror)
-    if form:
-        again, counters = run(foreign, FakeSource(store), plan(epoch=1), mirror=mirror_of(foreign, tmp_path, form))
+    if mirrored:
+        again, counters = run(foreign, FakeSource(store), plan(epoch=1), mirror=mirror_of(foreign, tmp_path))
         assert counters.gets == 0
         minibatches += again
     first = part.matrix.values.chunk_elements * part.matrix.values.chunks_per_shard

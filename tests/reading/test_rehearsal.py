@@ -28,7 +28,7 @@ def loaded():
 zloader.dataset.matrices.FEW = 0  # NumPy does without loops for more values than these
 for x, layout in itertools.product(["X", "layers/dense"], ["csr", "dense", "packed"]):
     counted = []
-    for cache in (None, zl.Cache("cache"), zl.Cache("stored", form="stored")):
+    for cache in (None, zl.Cache("cache")):
         dataset = zl.open_dataset("counts.zarr", cache=cache)
         loader = zl.Loader(dataset, x=x, layout=layout, framework="numpy", seed=2)
         counted.append(len(loaded()))

@@ -117,9 +117,8 @@ def test_controls_of_any_sampling(url):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["decoded", "stored"])
-def test_a_mirror_gives_the_same_minibatches(url, form, tmp_path):
-    dataset = zl.open_dataset(url, cache=zl.Cache(tmp_path / "cache", form=form))
+def test_a_mirror_gives_the_same_minibatches(url, tmp_path):
+    dataset = zl.open_dataset(url, cache=tmp_path / "cache")
     for _ in range(2):
         for found, wanted in zip(loader_of(dataset), loader_of(url), strict=True):
             assert_same_minibatches([found, found.control], [wanted, wanted.control])

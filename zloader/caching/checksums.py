@@ -4,10 +4,10 @@ The file begins with a header of eight 64-bit words: the layout of the array, a 
 checksum of the header. Then comes one word per chunk. It is 0 if the chunk is absent, a lease (leases.py) while some
 process is downloading the chunk, and otherwise the chunk's crc32c with the PRESENT bit set.
 
-NAME.sums, beside decoded chunks, ends there. In NAME.places, beside stored chunks, the offsets of all chunks in
-NAME.stored follow, and then their sizes. They are set before the chunk's word. NAME.blocks, beside the coded rows of
-NAME.rows, is the same for blocks of rows, and NAME.bounds for the decoded chunks of an array that is joined of those of
-many stores, in NAME.joined, because they differ in size.
+NAME.sums, beside decoded chunks, ends there. In NAME.blocks, beside the coded rows of NAME.rows, a chunk is a block of
+rows. The offsets of all blocks in NAME.rows follow, and then their sizes. They are set before the block's word.
+NAME.bounds is the same for the decoded chunks of an array that is joined of those of many stores, in NAME.joined,
+because they differ in size.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from zloader.storage.layout import ArrayLayout
 log = logging.getLogger("zloader")
 
 PRESENT = 1 << 32  # set in the word of every present chunk, since a checksum can be 0
-_NAMES = {"sums": b"zloader3", "places": b"zplaces3", "blocks": b"zblocks1", "bounds": b"zbounds1"}
+_NAMES = {"sums": b"zloader3", "blocks": b"zblocks1", "bounds": b"zbounds1"}
 _MAGIC = {suffix: int.from_bytes(name, "little") for suffix, name in _NAMES.items()}
-_WORDS = {"sums": 1, "places": 3, "blocks": 3, "bounds": 3}  # per chunk
+_WORDS = {"sums": 1, "blocks": 3, "bounds": 3}  # per chunk
 _HEADER = 8  # words
 _WINDOW = 1 << 20  # chunks read at a time
 
 
-def open_file(path: Path, flags: int = 0) -> int:
+def open_file(path: Path) -> int:
     """Opens a file for reading and writing, and creates it if needed; read-only if it cannot be opened for writing."""
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
     except OSError:
@@ -100,15 +100,13 @@ def bounds_of(places: NDArray[np.uint64], n_bytes: int) -> tuple[Rows, Rows]:
 class Places:
     """Consecutive chunks of a sidecar file, of which `first` is the first. `words` are their words.
 
-    Chunk `first + i` is bytes `[starts[i], stops[i])` of its array's file. `decoded_sizes` has the decoded bytes of
-    each chunk.
+    Chunk `first + i` is bytes `[starts[i], stops[i])` of its array's file.
     """
 
     first: int
     words: NDArray[np.uint64]
     starts: Rows
     stops: Rows
-    decoded_sizes: Rows
 
     @property
     def present(self) -> Rows:
@@ -138,7 +136,6 @@ class Sidecar:
             raise ValueError("belongs to another array or mirror")
         n_elements, chunk_elements, itemsize, kind = (int(word) for word in header[1:5])
         self._file, self._decoded, self._of_rows = file, _suffix(path) == "sums", _suffix(path) == "blocks"
-        self._kept_as_used = _suffix(path) in ("blocks", "bounds")
         self.n_chunks, self.decoded_bytes = -(-n_elements // chunk_elements), n_elements * itemsize
         self.n_bytes, self._chunk_bytes = self.decoded_bytes if self._decoded else kind, chunk_elements * itemsize
         size, found = 8 * (_HEADER + _WORDS[_suffix(path)] * self.n_chunks), os.fstat(file).st_size
@@ -148,7 +145,7 @@ class Sidecar:
     def bytes_in_all(self, chunks_held: int, bytes_held: int) -> int:
         """Decoded bytes of all chunks; of coded rows the bytes in the file, estimated from the blocks that are held."""
         if not self._of_rows:
-            return self.n_bytes if self._kept_as_used else self.decoded_bytes
+            return self.n_bytes
         return bytes_held * self.n_chunks // chunks_held if chunks_held else self.n_bytes
 
     def windows(self) -> Iterator[Places]:
@@ -157,17 +154,11 @@ class Sidecar:
             last = min(first + _WINDOW, self.n_chunks)
             starts = np.arange(first, last) * self._chunk_bytes
             stops = np.minimum(starts + self._chunk_bytes, self.decoded_bytes)
-            sizes, words = stops - starts, self._words(0, first, last)
+            words = self._words(0, first, last)
             if not self._decoded:
                 places = np.stack([self._words(row, first, last) for row in (1, 2)])
                 starts, stops = bounds_of(places, self.n_bytes)
-            yield Places(
-                first=first,
-                words=words,
-                starts=starts,
-                stops=stops,
-                decoded_sizes=stops - starts if self._kept_as_used else sizes,
-            )
+            yield Places(first=first, words=words, starts=starts, stops=stops)
 
     def _words(self, row: int, first: int, last: int) -> NDArray[np.uint64]:
         content = os.pread(self._file, 8 * (last - first), word_offset(row * self.n_chunks + first))
@@ -184,19 +175,19 @@ def word_offset(chunk: int) -> int:
 def map_words(directory: MirrorDirectory, path: Path, layout: ArrayLayout, n_bytes: int) -> NDArray[np.uint64]:
     """The words of all chunks in the first row, in memory shared with every process that maps them.
 
-    For stored chunks, in a file of `n_bytes`, their offsets and sizes are in two more rows. A file that is damaged or
-    belongs to another array is replaced. On a shared file system the words are read-only: see ChunkFile.
+    For blocks, in a file of `n_bytes`, their offsets and sizes are in two more rows. A file that is damaged or belongs
+    to another array is replaced.
     """
     header = _header(path, layout, n_bytes)
     size = 8 * (_HEADER + _WORDS[_suffix(path)] * layout.n_chunks)
     if _read_header(path, size) != header.tobytes():
         with _locked(directory.path):
             if _read_header(path, size) != header.tobytes():  # no other process has written it meanwhile
-                (_write_words_in_place if directory.shared else _write_words)(directory, path, header, size)
+                _write_words(directory, path, header, size)
     file_number = open_file(path)
     try:
-        writable = os.access(path, os.W_OK) and not directory.shared
-        words = np.frombuffer(map_file(file_number, size, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), "<u8")
+        access = mmap.ACCESS_WRITE if os.access(path, os.W_OK) else mmap.ACCESS_READ
+        words = np.frombuffer(map_file(file_number, size, access), "<u8")
     finally:
         os.close(file_number)
     return words[_HEADER:].reshape(_WORDS[_suffix(path)], layout.n_chunks)
@@ -205,7 +196,7 @@ def map_words(directory: MirrorDirectory, path: Path, layout: ArrayLayout, n_byt
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Locks out other processes, so that no process maps a file that another one is about to replace."""
-    file = open_lock(directory / "turn")
+    file = open_lock(directory)
     try:
         with contextlib.suppress(OSError):  # this file system has no locks
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -230,24 +221,6 @@ def _write_words(directory: MirrorDirectory, path: Path, header: NDArray[np.uint
             else:
                 file.write(bytes(size - header.nbytes))
         draft.replace(path)
-
-
-def _write_words_in_place(directory: MirrorDirectory, path: Path, header: NDArray[np.uint64], size: int) -> None:
-    """The same on a shared file system, where another machine may have created or mapped the file meanwhile.
-
-    Its file must not be replaced, and if its header is already there, its words stay.
-    """
-    if not directory.space.allocate(-1, [(0, size)]):
-        raise OSError(f"{path} does not fit into the cache")
-    file = open_file(path)
-    try:
-        if os.pread(file, header.nbytes, 0) not in (b"", header.tobytes()):
-            log.warning("%s is damaged or of another array: discarding all its chunks", path)
-            os.ftruncate(file, 0)
-        os.pwrite(file, header.tobytes(), 0)
-        os.ftruncate(file, size)
-    finally:
-        os.close(file)
 
 
 def _read_header(path: Path, size: int) -> bytes:

@@ -1,35 +1,23 @@
 """A file with the chunks of one array, and the words beside it that say which chunks are present (checksums.py).
 
-On a shared file system (directory.shared) several machines may fill a mirror, and each sees what the others wrote with
-a delay, or not at all while it has a page of the file in its cache. So there
-- chunks are written through to the server (O_DSYNC, except on FUSE), and exactly their bytes: NFS would otherwise write
-  whole pages, with stale bytes of other chunks, and report a full disk only after the chunk was marked present;
-- words are written with pwrite, because a page of a memory map is written back as a whole. On NFS words may still get
-  lost, if two machines write to one page of them. Their chunks are read from the store again;
-- a chunk is compared with its checksum at every use, at the place that its process has found right;
-- a chunk that differs is more likely stale than damaged. It is read from the store and written again, and the words of
-  other machines stay as they are.
-
-All forms of a mirror are such files. Those of a single array (mirror.py) say where in the file each chunk is, what is
-kept of a chunk that was read, and how its elements are taken from the file. Whoever reads arrays knows no form. The
-third form keeps rows of a matrix (row_blocks.py).
+Both forms of a mirror are such files: the decoded chunks of an array (mirror.py), and blocks of coded rows of a matrix
+(row_blocks.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.checksums import PRESENT, bounds_of, map_file, map_words, open_file, word_offset
+from zloader.caching.checksums import PRESENT, map_file, map_words, open_file
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.common import page_cache
@@ -96,28 +84,21 @@ class ChunkFile(ABC):
         self._directory = directory
         self._path = path
         self._words_path = words_path
-        self._shared = directory.shared
-        self._file = open_file(path, os.O_DSYNC if directory.writes_through else 0)
+        self._file = open_file(path)
         close_with(self, self._file)
         if os.fstat(self._file).st_size != n_bytes:
             os.truncate(self._file, n_bytes)
         self._n_bytes, self._mapped_bytes = n_bytes, 0
         self.content = self._map()
-        self._words, *self._mapped_places = map_words(directory, words_path, layout, n_bytes)
-        self._places, self._words_file = self._mapped_places, -1
-        if self._shared:  # what another machine writes must not move a chunk between its comparison and its use
-            self._places = [np.zeros(len(row), row.dtype) for row in self._mapped_places]
-            self._words_file = open_file(words_path)
-            close_with(self, self._words_file)
-        verified = not self._shared and directory.verified.contains(path, words_path)
+        self._words, *self._places = map_words(directory, words_path, layout, n_bytes)
+        verified = directory.verified.contains(path, words_path)
         # Chunks that this process has verified or written, or that were recorded as verified.
         self._verified = ChunkSet(layout.n_chunks)
         if verified:
             for first, present in self._present_windows():
                 self._verified.assign(first, present)
-        self._unrecorded = not verified and not self._shared
-        self._stale = ChunkSet(layout.n_chunks)  # present, but different here: only on a shared file system
-        self.writable = os.access(words_path, os.W_OK) if self._shared else self._words.flags.writeable
+        self._unrecorded = not verified
+        self.writable = self._words.flags.writeable
 
     def _map(self) -> NDArray[np.uint8]:
         return np.frombuffer(map_file(self._file, self._n_bytes, mmap.ACCESS_READ, mmap.MADV_RANDOM), np.uint8)
@@ -138,7 +119,7 @@ class ChunkFile(ABC):
 
     def prefetch(self, chunks: Rows) -> None:
         """Makes the kernel load chunks into the page cache, if needed."""
-        page_cache.prefetch(self._file, *self._found_bounds(chunks))
+        page_cache.prefetch(self._file, *self.bounds(chunks))
 
     @property
     def limited(self) -> bool:
@@ -175,57 +156,20 @@ class ChunkFile(ABC):
 
     def has_unverified(self, chunks: Rows) -> bool:
         """Whether any chunk is present but not verified yet, so that `missing` would read its bytes."""
-        return bool((self._present(chunks) & self._unverified(chunks)).any())
-
-    def _unverified(self, chunks: Rows) -> NDArray[np.bool_]:
-        return np.ones(len(chunks), bool) if self._shared else ~self._verified.contains(chunks)
-
-    def _found_bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
-        """Where chunks are according to the sidecar file, verified or not."""
-        if not self._shared or not self._places:
-            return self.bounds(chunks)
-        offsets, sizes = self._mapped_places
-        return bounds_of(np.stack([offsets[chunks], sizes[chunks]]), len(self.content))
-
-    def _set_places(self, chunks: Rows | int, offsets: Rows | int, sizes: Rows | int) -> None:
-        """Stores where chunks (ascending) are."""
-        for row, values in enumerate((offsets, sizes), 1):
-            self._places[row - 1][chunks] = values
-            if self._shared:
-                self._write_words(row, np.atleast_1d(chunks), values)
-
-    def _set_words(self, chunks: Rows, words: Any) -> None:
-        """Stores the words of chunks (ascending), for every process."""
-        if self._shared:
-            self._write_words(0, chunks, words)
-        else:
-            self._words[chunks] = words
-
-    def _write_words(self, row: int, chunks: Rows, words: Any) -> None:
-        found = np.broadcast_to(np.asarray(words).astype("<u8"), chunks.shape)
-        try:
-            for run in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(chunks) != 1) + 1):
-                if len(run):
-                    offset = word_offset(row * self.layout.n_chunks + int(chunks[run[0]]))
-                    os.pwrite(self._words_file, found[run].tobytes(), offset)
-        except OSError as error:
-            self._stop_writing(error)
+        return bool((self._present(chunks) & ~self._verified.contains(chunks)).any())
 
     def missing(self, chunks: Rows) -> Rows:
         """The chunks that are absent or damaged, in the order given; verifies checksums on first use."""
         missing = ~self._present(chunks)
-        unverified = np.flatnonzero(~missing & self._unverified(chunks))
-        starts, stops = self._found_bounds(chunks[unverified])
+        unverified = np.flatnonzero(~missing & ~self._verified.contains(chunks))
+        starts, stops = self.bounds(chunks[unverified])
         self.count_mapped(int((stops - starts).sum()))
         for position, start, stop in zip(unverified.tolist(), starts.tolist(), stops.tolist(), strict=True):
             chunk = int(chunks[position])
             if self._words[chunk] == PRESENT | checksum(self.content[start:stop]):
-                if self._shared and self._places:
-                    self._places[0][chunk], self._places[1][chunk] = start, stop - start
                 self._verified.add(chunk)
             else:
-                level = logging.DEBUG if self._shared else logging.WARNING
-                log.log(level, "a chunk in %s differs from its checksum; reading it from the store", self._path)
+                log.warning("a chunk in %s differs from its checksum; reading it from the store", self._path)
                 missing[position] = True
                 self.discard(chunks[position : position + 1])
         if self.layout.n_chunks > _MANY_CHUNKS:  # a fetch uses words all over the file
@@ -233,12 +177,9 @@ class ChunkFile(ABC):
         return np.asarray(chunks[missing])
 
     def discard(self, chunks: Rows) -> None:
-        """Marks chunks as absent, for every process. On a shared file system, only for this one."""
+        """Marks chunks as absent, for every process."""
         self._verified.remove(chunks)
-        if self._shared:
-            for chunk in chunks.tolist():
-                self._stale.add(chunk)
-        elif self.writable:
+        if self.writable:
             self._words[chunks] = 0
 
     def acquire(self, chunks: Rows, leases: Leases) -> tuple[Rows, Rows]:
@@ -247,14 +188,11 @@ class ChunkFile(ABC):
         Chunks that do not fit on disk are in neither. From then on the mirror accepts no more chunks.
         """
         with leases.exclusive():
-            if self._shared and len(chunks):
-                with contextlib.suppress(OSError):  # unlike a map, a read asks the server whether the file has changed
-                    os.pread(self._words_file, 8, word_offset(int(chunks[0])))
             words = self._words[chunks]
             absent = (words & np.uint64(PRESENT)) == 0
             alive = absent & leases.alive(np.where(absent, words, np.uint64(0)))
-            mine = self._allocated(chunks[(absent | self._stale.contains(chunks)) & ~alive])
-            self._set_words(mine[~self._present(mine)], leases.word)
+            mine = self._allocated(chunks[absent & ~alive])
+            self._words[mine] = leases.word
         return mine, np.asarray(chunks[alive])
 
     def _allocated(self, chunks: Rows) -> Rows:
@@ -278,7 +216,7 @@ class ChunkFile(ABC):
     def release(self, chunks: Rows, leases: Leases) -> None:
         """Releases the owner's leases on chunks. Chunks that have been written meanwhile stay present."""
         if leases.word:
-            self._set_words(chunks[self._words[chunks] == leases.word], 0)
+            self._words[chunks[self._words[chunks] == leases.word]] = 0
 
     def _write(self, offset: int, content: NDArray[Any]) -> bool:
         """Writes bytes to the file; returns whether that succeeded. After a failure (full disk), nothing is written."""
@@ -290,7 +228,7 @@ class ChunkFile(ABC):
         except OSError as error:
             self._stop_writing(error)
             return False
-        self._unrecorded = not self._shared
+        self._unrecorded = True
         return True
 
     def _mark_present(self, chunk: int, content: NDArray[Any]) -> None:
@@ -299,12 +237,10 @@ class ChunkFile(ABC):
 
     def _mark_all_present(self, first: int, checksums: NDArray[np.uint64]) -> None:
         """The same for consecutive chunks from `first` on."""
-        chunks = np.arange(first, first + len(checksums))
-        self._set_words(chunks, checksums | np.uint64(PRESENT))
-        for chunk in chunks.tolist():
+        last = first + len(checksums)
+        self._words[first:last] = checksums | np.uint64(PRESENT)
+        for chunk in range(first, last):
             self._verified.add(chunk)
-        if self._shared:
-            self._stale.remove(chunks)
 
     def _stop_at_limits(self) -> None:
         self.writable = False
@@ -344,37 +280,3 @@ class ChunkFile(ABC):
             first, last = self.layout.chunk_bounds(number + np.flatnonzero(present))
             n_elements += int((last - first).sum())
         return n_elements * self.layout.dtype.itemsize
-
-
-class ArrayFile(ChunkFile):
-    """The chunks of one array of the store.
-
-    `jobs` (dtype CHUNK) say where the stored bytes of each chunk are in some reads, and where its elements are in
-    an array.
-    """
-
-    # Whether `rows` finds elements in the file as they are, so that a fetch needs no buffer for them.
-    in_place: ClassVar[bool]
-    # Whether `place` has to say where chunks are in their objects, before they are acquired.
-    needs_places: ClassVar[bool]
-
-    @abstractmethod
-    def keep(
-        self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]
-    ) -> None:
-        """Writes chunks (ascending) of which all elements were decoded. After a failure (full disk), writes no more.
-
-        A chunk that the store lacks, which stands for fill values, has no bytes in `reads`.
-        """
-
-    @abstractmethod
-    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> Rows:
-        """Fills in the elements of present chunks; returns the chunks that cannot be decoded."""
-
-    def place(self, chunks: Rows, offsets: Rows | int, sizes: Rows | int) -> None:
-        """Sets the offset of each chunk in its object and its size, in bytes."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no places")
-
-    def rows(self, starts: Rows, stops: Rows) -> tuple[NDArray[Any], Rows]:
-        """An array with the elements `[start, stop)` of each row, and where each row begins in it."""
-        raise NotImplementedError(f"{type(self).__name__} has no elements in place")

@@ -2,14 +2,13 @@
 
     DIR/zloader-cache           see place.py
     DIR/CACHEDIR.TAG            see place.py
-    DIR/FINGERPRINT-v4/         the mirror of one store, private to its owner (mode 0700)
+    DIR/FINGERPRINT-v5/         the mirror of one store, private to its owner (mode 0700)
         mirror.json             the store's URL, its FINGERPRINT, and when the mirror was created
         users                   locked (shared) by every process that uses the mirror; its mtime is the last use
         stale                   exists once other objects have been found at the store's URL
-        owners, turn            see leases.py
+        owners                  see leases.py
         proved.json             see VerifiedMarks
         NAME.flat, NAME.sums    see mirror.py and checksums.py
-        NAME.stored, .places    see mirror.py and checksums.py
         NAME.rows, NAME.blocks  see row_blocks.py and checksums.py
         NAME.kept               see kept_objects.py
 
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
 import logging
 import os
@@ -37,15 +35,15 @@ from typing import Any
 from zloader.caching.atomic_files import write_atomically
 from zloader.caching.place import MARK, make_cache, require_private, unmark
 from zloader.common.descriptors import close_with
-from zloader.common.file_systems import shared_file_system
 from zloader.common.options import Cache
 
 log = logging.getLogger("zloader")
 
-_VERSION = 4  # of the file formats; part of each mirror's name
+_VERSION = 5  # of the file formats; part of each mirror's name
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
+# Of all versions, so that stale mirrors of older ones can be dropped.
 _OURS = re.compile(
-    r".+\.(flat|sums|stored|places|rows|blocks|npy|kept|draft)|mirror\.json|users|stale|owners|turn|proved\.json"
+    r".+\.(flat|sums|stored|places|joined|bounds|rows|blocks|npy|kept|draft)|mirror\.json|users|stale|owners|turn|proved\.json"
 )
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
@@ -54,11 +52,10 @@ _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
 class MirrorDirectory:
     """The directory of one store's mirror, created if needed, and marked as in use for the life of this object.
 
-    `path` is the directory, `place` the cache that it is in, `form` that of its chunks (see Cache). `shared` means that
-    other machines may use it too, and `writes_through` that chunks must reach the server before they count as present.
-    `space` allocates disk space, and `verified` records which files match their checksums. Raises OSError if the
-    directory cannot be created or belongs to another store, and PermissionError if other users could have written to
-    it.
+    `path` is the directory, `place` the cache that it is in, `form` that of its chunks (see Cache). `space` allocates
+    disk space, and `verified` records which files match their checksums. Raises OSError if the directory cannot be
+    created or belongs to another store, PermissionError if other users could have written to it, and OptionError if
+    other machines could.
     """
 
     def __init__(self, cache: Cache, fingerprint: str, url: str) -> None:
@@ -67,13 +64,7 @@ class MirrorDirectory:
         self.path = self.place / _name(fingerprint)
         self._begin_use()
         self._describe(fingerprint, url)
-        file_system = shared_file_system(self.path)
-        self.shared = file_system is not None
-        # FUSE hands over what is written at once, in pieces of 4 KiB for some, and would sync each of them.
-        self.writes_through = self.shared and file_system != "fuse"
-        if file_system is not None:
-            _say_shared(self.place, file_system)
-        self.space = DiskSpace(cache, self.place, shared=self.shared)
+        self.space = DiskSpace(cache, self.place)
         self.verified = VerifiedMarks(self.path)
 
     def _begin_use(self) -> None:
@@ -114,16 +105,6 @@ class MirrorDirectory:
                 )
                 with contextlib.suppress(OSError):
                     (other.directory / "stale").touch(mode=0o600)
-
-
-@functools.cache
-def _say_shared(place: Path, file_system: str) -> None:
-    log.info(
-        "the cache %s is on a shared file system (%s): chunks are compared with their checksums in every epoch, and no "
-        "mirror is evicted. A local disk is faster",
-        place,
-        file_system,
-    )
 
 
 def _name(fingerprint: str) -> str:
@@ -229,7 +210,7 @@ def drop(directory: Path) -> bool:
     Files that zloader did not create are kept, and with them the directory.
     """
     try:
-        users = os.open(directory / "users", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)  # NFS locks need O_RDWR
+        users = os.open(directory / "users", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         users = None
     try:
@@ -259,22 +240,17 @@ class DiskSpace:
     is stored that could become wrong, and the limit holds at every moment. Without limits, nothing is allocated ahead.
     """
 
-    def __init__(self, cache: Cache, place: Path, *, shared: bool) -> None:
+    def __init__(self, cache: Cache, place: Path) -> None:
         self._cache = cache
         self._place = place
-        # posix_fallocate writes to a file system without it, perhaps into a chunk that another machine writes.
-        self._allocates = hasattr(os, "posix_fallocate") and not shared
-        # Whoever has mapped a file that another machine deletes is killed, and locks may not reach other machines.
-        self._evicts = not shared
         self.limited = cache.max_bytes is not None or cache.least_free > 0
 
     def allocate(self, file: int, runs: Sequence[tuple[int, int]]) -> int:
         """Allocates the runs `(offset, bytes)` of a file, in order; returns how many of them fit.
 
-        Drops mirrors that are not in use to free space, but not on a shared file system. Raises OSError if the file
-        system cannot allocate. On macOS, which lacks posix_fallocate, and on a shared file system the runs are only
-        counted, so processes that fill the cache at the same time may exceed a limit by the bytes that they have in
-        flight.
+        Drops mirrors that are not in use to free space. Raises OSError if the file system cannot allocate. On macOS,
+        which lacks posix_fallocate, the runs are only counted, so processes that fill the cache at the same time may
+        exceed a limit by the bytes that they have in flight.
         """
         if not self.limited:
             return len(runs)
@@ -288,7 +264,7 @@ class DiskSpace:
                     if not self._drop_one():
                         return done
                     left = self._bytes_left()
-                if self._allocates:
+                if hasattr(os, "posix_fallocate"):
                     before = os.fstat(file).st_blocks
                     os.posix_fallocate(file, offset, n_bytes)
                     left -= (os.fstat(file).st_blocks - before) * 512
@@ -311,7 +287,7 @@ class DiskSpace:
         return min(free, self._cache.most - cache_bytes(self._place) - _RESERVE_BYTES)
 
     def _drop_one(self) -> bool:
-        for entry in mirrors(self._place) if self._evicts else ():
+        for entry in mirrors(self._place):
             if drop(entry.directory):
                 log.info("dropped the mirror %s of %s to free disk space", entry.directory, entry.url)
                 return True

@@ -28,32 +28,24 @@ _PIECE = 4 << 20  # bytes per read
 _TASK = 16 << 20  # bytes that a thread verifies between progress reports
 _THREADS = 2  # one reads from disk while the other computes checksums
 # The file of chunks beside each sidecar file.
-_CONTENT = {"sums": "flat", "places": "stored", "blocks": "rows", "bounds": "joined"}
+_CONTENT = {"sums": "flat", "blocks": "rows", "bounds": "joined"}
 _SUFFIXES = (*_CONTENT, *_CONTENT.values(), "kept")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrayInspection(Held):
-    """How much of one array is in a mirror, and the bytes of its chunks in the file."""
-
-    bytes_in_file: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorInspection(Held):
     """The content of a mirror: its `arrays` by name, how many `objects` it keeps as stored, and `kept_bytes` of these.
 
-    The name of an array in the stored form ends with " (stored)", and that of coded rows with " (rows)". The bytes of
-    coded rows are those of the file, and all of them are estimated from those that are held. Arrays of the store that
-    have never been used do not appear.
+    The name of coded rows ends with " (rows)". Their bytes are those of the file, and all of them are estimated from
+    those that are held. Arrays of the store that have never been used do not appear.
     """
 
-    arrays: Mapping[str, ArrayInspection]
+    arrays: Mapping[str, Held]
     objects: int
     kept_bytes: int
 
     @classmethod
-    def of(cls, arrays: Mapping[str, ArrayInspection], *, objects: int, kept_bytes: int) -> MirrorInspection:
+    def of(cls, arrays: Mapping[str, Held], *, objects: int, kept_bytes: int) -> MirrorInspection:
         """The content of a mirror with these arrays and objects."""
         sums = {each.name: sum(getattr(array, each.name) for array in arrays.values()) for each in fields(Held)}
         return cls(**sums, arrays=arrays, objects=objects, kept_bytes=kept_bytes)
@@ -61,7 +53,7 @@ class MirrorInspection(Held):
     @property
     def checked_bytes(self) -> int:
         """Bytes that `verify` compares."""
-        return sum(array.bytes_in_file for array in self.arrays.values()) + self.kept_bytes
+        return self.bytes_held + self.kept_bytes
 
 
 def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
@@ -74,19 +66,17 @@ def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
     return MirrorInspection.of(arrays, objects=len(files["kept"]), kept_bytes=sum(map(_size, files["kept"])))
 
 
-def _inspect_array(sidecar: Sidecar) -> ArrayInspection:
-    chunks_held = bytes_held = bytes_in_file = 0
+def _inspect_array(sidecar: Sidecar) -> Held:
+    chunks_held = bytes_held = 0
     for places in sidecar.windows():
         present = places.present
         chunks_held += len(present)
-        bytes_held += int(places.decoded_sizes[present].sum())
-        bytes_in_file += int((places.stops - places.starts)[present].sum())
-    return ArrayInspection(
+        bytes_held += int((places.stops - places.starts)[present].sum())
+    return Held(
         chunks=sidecar.n_chunks,
         chunks_held=chunks_held,
         bytes_in_all=sidecar.bytes_in_all(chunks_held, bytes_held),
         bytes_held=bytes_held,
-        bytes_in_file=bytes_in_file,
     )
 
 
@@ -274,7 +264,7 @@ def _sidecars(files: Mapping[str, list[Path]]) -> list[Path]:
 def _name(path: Path) -> str:
     """The name of the cached array or key; the inverse of atomic_files.cached_path."""
     stem, _, suffix = path.name.rpartition(".")
-    return unquote(stem) + {"places": " (stored)", "blocks": " (rows)"}.get(suffix, "")
+    return unquote(stem) + (" (rows)" if suffix == "blocks" else "")
 
 
 @contextlib.contextmanager

@@ -3,9 +3,8 @@
 A lease is stored in the word of its chunk, where the checksum will be later (checksums.py). It contains the number of
 its owner. For its whole life, the owner holds a lock on the byte of that number in the file `owners`. The kernel
 releases the lock when the owner's process ends for any reason, so its leases expire and others take over. Leases are
-acquired under an exclusive lock on the file `turn` (`exclusive`). It is a file of its own, because NFS makes flock a
-lock on all bytes of a file, which the owners' locks would keep others from. Leases only save work and are not needed
-for correctness: if two owners download a chunk after all, they write the same bytes.
+acquired under an exclusive flock of the same file (`exclusive`), which is independent of locks on its bytes. Leases
+only save work and are not needed for correctness: if two owners download a chunk after all, they write the same bytes.
 
 Owners need locks that belong to an open file and cover one byte of it, which only Linux has (F_OFD_SETLK). Locks of
 `lockf` belong to the process, and end when it closes the file anywhere. So on macOS no chunk is leased.
@@ -46,9 +45,9 @@ def _lock(kind: int, owner: int) -> bytes:
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, owner, 1, 0)
 
 
-def open_lock(path: Path) -> int:
-    """Opens a file for its locks, and creates it if needed."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def open_lock(directory: Path) -> int:
+    """Opens the file of locks of a mirror, and creates it if needed."""
+    return os.open(directory / "owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 class Leases:
@@ -58,14 +57,14 @@ class Leases:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Opens the file of locks. Without locks, as on macOS and some network file systems, leases have no effect."""
+        """Opens the file of locks. Without locks on bytes, as on macOS, leases have no effect."""
         self.word = np.uint64(0)
-        self._file = self._turn = -1
-        self._closing: list[Callable[[], object]] = []
+        self._file = -1
+        self._close: Callable[[], object] = lambda: None
         self._thread_lock = threading.Lock()  # threads of this owner share its open file, and so its locks
         try:
-            self._file = self._open(directory / "owners")
-            self._turn = self._open(directory / "turn")
+            self._file = open_lock(directory)
+            self._close = close_with(self, self._file)
             if not _has_byte_locks():
                 return
             owner = 1 + secrets.randbelow(_OWNERS)
@@ -73,11 +72,6 @@ class Leases:
             self.word = np.uint64(LEASED | owner)
         except OSError as error:
             log.debug("cannot lease chunks in %s (%s)", directory, error)
-
-    def _open(self, path: Path) -> int:
-        file = open_lock(path)
-        self._closing.append(close_with(self, file))
-        return file
 
     def alive(self, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Which words of absent chunks are leases of a live owner, including this one."""
@@ -107,12 +101,12 @@ class Leases:
                 yield
             finally:
                 with contextlib.suppress(OSError, ValueError):
-                    fcntl.flock(self._turn, fcntl.LOCK_UN)
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _try_lock(self) -> None:
         for _ in range(_TRIES):
             try:
-                fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 time.sleep(_PAUSE_S)
@@ -121,7 +115,6 @@ class Leases:
 
     def close(self) -> None:
         """Ends the owner; its leases expire, and others can acquire the chunks."""
-        self._file = self._turn = -1
-        for close in self._closing:
-            with contextlib.suppress(OSError):
-                close()
+        self._file = -1
+        with contextlib.suppress(OSError):
+            self._close()

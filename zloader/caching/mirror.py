@@ -1,9 +1,7 @@
-"""The local mirror of a store: the chunks of its arrays in files, filled chunk by chunk, in one of two forms.
+"""The local mirror of a store: the decoded chunks of its arrays in files, filled chunk by chunk.
 
-The decoded form has element i of an array at byte i * itemsize of a sparse file NAME.flat. The stored form has the
-bytes of each stored object in the sparse file NAME.stored, one object after another, so every process knows where a
-chunk belongs, and in NAME.places the offset and size of each chunk, so that no index of a shard is needed later. Each
-form has files of its own, so a store may have both. checksums.py describes the words that say which chunks are present.
+Element i of an array is at byte i * itemsize of a sparse file NAME.flat. In the compact form, rows of matrices are kept
+instead (row_blocks.py), and a mirror may have both. checksums.py describes the words that say which chunks are present.
 A word is stored after the chunk's bytes, in one aligned write, so a process killed at any moment leaves each chunk
 either complete or absent.
 
@@ -29,70 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.atomic_files import cached_path, has_files
-from zloader.caching.checksums import bounds_of, map_file
-from zloader.caching.chunk_file import ArrayFile, ChunkFile
+from zloader.caching.checksums import map_file
+from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.caching.row_blocks import RowBlocks, RowForm, has_panels, has_rows
 from zloader.common import page_cache
-from zloader.common.locks import cached_property
 from zloader.common.options import Cache
 from zloader.common.records import Held, Rows
-from zloader.storage.decode import Decoder, checksum
+from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout, MatrixLayout
-
-
-class StoredChunks(ArrayFile):
-    """The stored chunks of one array. A chunk that the store lacks, which stands for fill values, has no bytes.
-
-    `content` holds the chunks at `bounds`. Raises OSError if its files cannot be created or opened.
-    """
-
-    in_place = False
-    needs_places = True
-
-    def __init__(self, directory: MirrorDirectory, layout: ArrayLayout, object_sizes: Mapping[str, int]) -> None:
-        path, words_path = (cached_path(directory.path, layout.path, suffix) for suffix in ("stored", "places"))
-        sizes = np.array([object_sizes.get(layout.shard_key(shard), 0) for shard in range(layout.n_shards)], np.int64)
-        self._begins = np.cumsum(sizes) - sizes
-        super().__init__(directory, layout, path, words_path, int(sizes.sum()))
-
-    def bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
-        """The first byte of each chunk in the file, and the byte after its last. Known only for placed chunks."""
-        offsets, sizes = self._places
-        return bounds_of(np.stack([offsets[chunks], sizes[chunks]]), len(self.content))
-
-    def place(self, chunks: Rows, offsets: Rows | int, sizes: Rows | int) -> None:
-        self._set_places(chunks, self._begins[self.layout.placement.object_of(chunks)] + offsets, sizes)
-
-    def keep(
-        self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]
-    ) -> None:
-        """Writes the stored bytes of chunks that have been placed. After a failure (full disk), writes no more."""
-        starts, _ = self.bounds(chunks)
-        places = zip(*(jobs[name].tolist() for name in ("read", "offset", "size")), strict=True)
-        for chunk, start, (read, offset, size) in zip(chunks.tolist(), starts.tolist(), places, strict=True):
-            content = np.frombuffer(reads[read], np.uint8)[offset : offset + size]
-            if not self._write(start, content):
-                return
-            self._mark_present(chunk, content)
-
-    @cached_property
-    def _decoder(self) -> Decoder:
-        return Decoder(self.layout)
-
-    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> Rows:
-        """Decodes present chunks; returns those that are corrupt, although they match the checksums in the mirror."""
-        starts, stops = self.bounds(chunks)
-        absent = (starts == stops) & self.layout.absent_is_fill
-        for job in jobs[absent]:
-            elements[job["begin"] : job["begin"] + job["stop"] - job["first"]] = self.layout.fill_value
-        left = jobs[~absent]
-        left["read"], left["offset"], left["size"] = 0, starts[~absent], (stops - starts)[~absent]
-        self.count_mapped(int(left["size"].sum()))
-        errors = self._decoder.decode_all([self.content], left, elements)
-        return np.asarray(chunks[~absent][[position for position, _ in errors]])
-
 
 log = logging.getLogger("zloader")
 
@@ -101,11 +45,11 @@ _WINDOW_BYTES = 32 << 20  # compared with its checksums before its pages are rel
 _SHORT_BYTES = 1024  # runs of rows that are shorter than this on average are read instead of mapped
 
 
-class MirrorArray(ArrayFile):
-    """The decoded chunks of one array. Raises OSError if its files cannot be created or opened."""
+class MirrorArray(ChunkFile):
+    """The decoded chunks of one array. Raises OSError if its files cannot be created or opened.
 
-    in_place = True
-    needs_places = False
+    `jobs` (dtype CHUNK) say where the elements of each chunk are in an array.
+    """
 
     def __init__(self, directory: MirrorDirectory, layout: ArrayLayout) -> None:
         suffixes = ("flat", "sums") if layout.joined is None else ("joined", "bounds")
@@ -121,19 +65,16 @@ class MirrorArray(ArrayFile):
         first, last = self.layout.chunk_bounds(chunks)
         return first * self.layout.dtype.itemsize, last * self.layout.dtype.itemsize
 
-    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> Rows:
-        """Copies the elements of present chunks. They need no decoding, so none is corrupt."""
+    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> None:
+        """Copies the elements of present chunks."""
         lengths = jobs["stop"] - jobs["first"]
         self.count_mapped(int(lengths.sum()) * self.layout.dtype.itemsize)
         firsts, begins = self.layout.chunk_bounds(chunks)[0] + jobs["first"], jobs["begin"]
         kept = self.elements
         for first, begin, length in zip(firsts.tolist(), begins.tolist(), lengths.tolist(), strict=True):
             elements[begin : begin + length] = kept[first : first + length]
-        return chunks[:0]
 
-    def keep(
-        self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]
-    ) -> None:
+    def keep(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> None:
         """Writes decoded chunks (ascending), consecutive ones at once. After a failure (full disk), writes no more."""
         begins, ends = jobs["begin"], jobs["begin"] + jobs["stop"] - jobs["first"]
         for run in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(chunks) != 1) + 1):
@@ -185,13 +126,10 @@ class MirrorArray(ArrayFile):
         chunks = np.arange(first, int(self.layout.chunk_of(begin + len(elements) - 1)) + 1)
         starts, stops = (bounds - begin for bounds in self.layout.chunk_bounds(chunks))
         if self.layout.joined is not None:
-            self._set_places(chunks, *self._offsets_and_sizes(chunks))
+            starts, stops = self.bounds(chunks)
+            self._places[0][chunks], self._places[1][chunks] = starts, stops - starts
         pieces = zip(starts.tolist(), stops.tolist(), strict=True)
         self._mark_all_present(first, np.array([checksum(elements[a:b]) for a, b in pieces], np.uint64))
-
-    def _offsets_and_sizes(self, chunks: Rows) -> tuple[Rows, Rows]:
-        starts, stops = self.bounds(chunks)
-        return starts, stops - starts
 
     def fill(self, windows: Iterable[NDArray[Any]]) -> NDArray[Any] | None:
         """Writes all elements, given in windows of any size, and then marks all chunks as present.
@@ -203,7 +141,6 @@ class MirrorArray(ArrayFile):
             content = np.ascontiguousarray(window, self.layout.dtype).reshape(-1).view(np.uint8)
             if not self.writable or not self._write(offset, content):
                 return None
-            # Of these bytes, not of the file, which another machine may write too.
             for chunk, piece in _pieces(content, offset, self.decoded_chunk_bytes):
                 checksums[chunk] = google_crc32c.extend(int(checksums[chunk]), piece)
             offset += len(content)
@@ -246,12 +183,12 @@ class Mirror:
     def __init__(
         self,
         directory: MirrorDirectory,
-        arrays: Sequence[ArrayFile],
+        arrays: Sequence[MirrorArray],
         rows: RowBlocks | None = None,
         whole: RowBlocks | None = None,
     ) -> None:
         self._directory, self.rows, self.whole = directory, rows, whole
-        self.arrays: Mapping[str, ArrayFile] = {array.layout.path: array for array in arrays}
+        self.arrays: Mapping[str, MirrorArray] = {array.layout.path: array for array in arrays}
         for file in () if rows is None else self._others:
             file.writable = False
 
@@ -283,16 +220,9 @@ def open_mirror_directory(cache: Cache, fingerprint: str, url: str) -> MirrorDir
         return None
 
 
-def open_mirror(
-    directory: MirrorDirectory, arrays: Sequence[ArrayLayout], object_sizes: Mapping[str, int] | None = None
-) -> Mirror | None:
-    """The mirror of some arrays of a store in the form of its cache; the stored form needs the bytes of each object.
-
-    Returns None, with a warning, if its files cannot be created.
-    """
+def open_mirror(directory: MirrorDirectory, arrays: Sequence[ArrayLayout]) -> Mirror | None:
+    """The mirror of some arrays of a store; None, with a warning, if its files cannot be created."""
     try:
-        if directory.form == "stored":
-            return Mirror(directory, [StoredChunks(directory, layout, object_sizes or {}) for layout in arrays])
         return Mirror(directory, [MirrorArray(directory, layout) for layout in arrays])
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)

@@ -4,7 +4,8 @@ DIR/zloader-cache           marks DIR as a cache; locked while disk space is all
 DIR/zloader-identity        tells the cache from those of other machines, once it is shared with them
 DIR/CACHEDIR.TAG            excludes DIR from backups; only written if zloader created DIR
 
-No other user may be able to write to it, because values that another user puts there would be trusted.
+No other user may be able to write to it, because values that another user puts there would be trusted. It is not on a
+file system that several machines share, because each sees late, or not at all, what the others write there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from zloader.caching.atomic_files import write_new
 from zloader.common.errors import CacheError, OptionError
+from zloader.common.file_systems import shared_file_system
 
 MARK = "zloader-cache"
 _IDENTITY = "zloader-identity"
@@ -57,9 +59,11 @@ def _is_marked(place: Path) -> bool:
 def make_cache(directory: Path) -> Path:
     """Creates and marks the cache of a directory, if needed. Returns its place.
 
-    Raises PermissionError if other users could rename or replace mirrors in it, and any other OSError.
+    Raises OptionError for a file system that other machines share, PermissionError if other users could rename or
+    replace mirrors in the cache, and any other OSError.
     """
     place = place_of(directory)
+    require_local(place)
     if place != directory:
         require_safe(directory)
     created = not place.exists()
@@ -105,6 +109,16 @@ def unmark(place: Path) -> None:
     (place / MARK).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it contains other files, or is a mount point
         place.rmdir()
+
+
+def require_local(place: Path) -> None:
+    """Raises OptionError if a cache would be on a file system that several machines share."""
+    nearest = next(each for each in (place, *place.parents) if each.exists())
+    if (shared := shared_file_system(nearest)) is not None:
+        raise OptionError(
+            f"the cache {place} is on {shared}, which other machines may share: no mirror is kept there. Give a "
+            "directory on a local disk, or no cache: a store that is on such a file system is read well from there"
+        )
 
 
 def require_safe(directory: Path) -> None:

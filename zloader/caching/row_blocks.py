@@ -135,7 +135,7 @@ class RowBlocks(ChunkFile):
         """Writes a block into its room. After a failure (full disk) or at the limits, writes no more."""
         if not self.writable or not self._has_space(offset, len(content)) or not self._write(offset, content):
             return
-        self._set_places(block, offset, len(content))
+        self._places[0][block], self._places[1][block] = offset, len(content)
         self._mark_present(block, content)
 
     def _has_space(self, offset: int, n_bytes: int) -> bool:
@@ -159,7 +159,7 @@ class RowBlocks(ChunkFile):
     @property
     def present_bytes(self) -> int:
         """Coded bytes of the present blocks."""
-        sizes = self._mapped_places[1]
+        sizes = self._places[1]
         return sum(int(sizes[first : first + len(held)][held].sum()) for first, held in self._present_windows())
 
     @property

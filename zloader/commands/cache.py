@@ -19,7 +19,7 @@ from rich.console import Console
 
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, EndedError, app, takes_flags
-from zloader.commands.flags import Access, Json, Matrices, Url, speed_of
+from zloader.commands.flags import Access, Json, Matrices, Url
 from zloader.common.errors import CacheError, OptionError
 from zloader.common.messages import size
 
@@ -51,7 +51,7 @@ class WarmFlags:
         str,
         typer.Option(
             metavar="FORM",
-            help="How to keep values: decoded, compact (40 % of the space), or stored (decoded in every epoch).",
+            help="How to keep values: decoded, or compact (40 % of the space).",
         ),
     ] = "decoded"
     genes: Annotated[
@@ -61,10 +61,6 @@ class WarmFlags:
             help="Keep only the genes named in a file, one per line. Needs --cache-form compact.",
             show_default="all genes",
         ),
-    ] = None
-    limit: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Bandwidth limit per second, for example 50MB.", show_default="no limit"),
     ] = None
     access: Access = field(default_factory=Access)
     as_json: Json = False
@@ -83,7 +79,7 @@ def warm(flags: WarmFlags) -> None:
     from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.warm import warm as warm_dataset
 
-    bytes_per_s, x = speed_of(limit=flags.limit), tuple(flags.x or ("X",))
+    x = tuple(flags.x or ("X",))
     cache = Cache(
         directory=flags.cache, max_bytes=flags.max_bytes, min_free_bytes=flags.min_free, form=flags.cache_form
     )
@@ -101,7 +97,7 @@ def warm(flags: WarmFlags) -> None:
             dataset = open_dataset(flags.url, cache=cache, storage_options=flags.access.storage_options)
             if genes is not None:
                 dataset = dataset[:, genes]
-            done = warm_dataset(dataset, x=x, bytes_per_s=bytes_per_s, on_progress=on_progress)
+            done = warm_dataset(dataset, x=x, on_progress=on_progress)
     except (KeyboardInterrupt, EndedError):
         if latest is not None:
             _show_warmed(settings, latest, as_json=flags.as_json)
@@ -169,16 +165,13 @@ def _document(entry: MirrorEntry, inspection: MirrorInspection | None = None) ->
 def ls(flags: CacheFlags) -> None:
     """List the mirrors in a cache, in eviction order."""
     from zloader.caching.inspection import inspect_mirror
-    from zloader.common.file_systems import shared_file_system
 
     place, entries = _mirrors(flags.directory)
-    shared = shared_file_system(place)
     found = [(entry, inspect_mirror(entry)) for entry in entries]
     on_disk = sum(entry.allocated_bytes for entry, _ in found)
     mirrors = [_document(entry, inspection) for entry, inspection in found]
-    document = {"cache": place, "shared_file_system": shared, "allocated_bytes": on_disk, "mirrors": mirrors}
-    show = functools.partial(terminal.show_mirrors, found=found, shared=shared)
-    terminal.print_result(document, show, as_json=flags.as_json)
+    document = {"cache": place, "allocated_bytes": on_disk, "mirrors": mirrors}
+    terminal.print_result(document, functools.partial(terminal.show_mirrors, found=found), as_json=flags.as_json)
 
 
 @_cache.command()
@@ -290,15 +283,11 @@ def clear(flags: ClearFlags) -> None:
 
 
 def _ask(entries: Sequence[MirrorEntry]) -> None:
-    from zloader.common.file_systems import shared_file_system
-
     if not sys.stdin.isatty():
         raise OptionError(f"mirrors to delete: {len(entries)}. Add --yes, because there is no terminal to confirm on")
     for entry in entries:
         typer.echo(f"{entry.url}: {size(entry.allocated_bytes)} in {entry.directory}", err=True)
     on_disk = size(sum(entry.allocated_bytes for entry in entries))
-    if shared_file_system(entries[0].directory) is not None:
-        typer.echo("other machines may use these mirrors: their processes would be killed", err=True)
     typer.confirm(f"Delete these mirrors ({on_disk})?", abort=True, err=True)
 
 

@@ -158,10 +158,8 @@ def new_table(*columns: str) -> Table:
     return table
 
 
-def show_mirrors(
-    console: Console, found: Sequence[tuple[MirrorEntry, MirrorInspection]], *, shared: str | None
-) -> None:
-    """The mirrors of a cache with their sizes, their panels of genes, and the totals; its file system if shared."""
+def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInspection]]) -> None:
+    """The mirrors of a cache with their sizes, their panels of genes, and the totals."""
     table = new_table("mirror", ">cached", ">share", ">on disk", "last used", "")
     table.columns[0].overflow = "fold"
     for entry, inspection in found:
@@ -178,8 +176,6 @@ def show_mirrors(
     share = _share(held_bytes / in_all) if in_all else ""
     table.add_row(f"mirrors: {len(found)}", size(held_bytes), share, on_disk, "", "", style="bold")
     console.print(table)
-    if shared is not None:
-        console.print(f"on a shared file system ({shared}): no mirror is evicted")
 
 
 def _panels(inspection: MirrorInspection) -> list[str]:

@@ -1,4 +1,4 @@
-"""What statfs(2) tells about a file system: whether other machines may use it, and whether inode numbers are stable."""
+"""What statfs(2) tells about a file system: whether it is shared with other machines, and has stable inode numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,24 @@ import os
 import sys
 from pathlib import Path
 
-_LOCAL = {
+_SHARED = {
+    0x00006969: "NFS",
+    0x00C36400: "Ceph",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x19830326: "BeeGFS",
+    0x01161970: "GFS2",
+    0x7461636F: "OCFS2",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB",
+    0x01021997: "9P",
+    0x65735546: "FUSE",
+}
+_STABLE_INODES = {
+    0x00006969,  # NFS
+    0x00C36400,  # Ceph
+    0x0BD00BD0,  # Lustre
+    0x47504653,  # GPFS
     0x0000EF53,  # ext2, ext3, ext4
     0x58465342,  # xfs
     0x9123683E,  # btrfs
@@ -17,30 +34,6 @@ _LOCAL = {
     0x01021994,  # tmpfs
     0x794C7630,  # overlayfs
 }
-_LOCAL_WITHOUT_INODES = {  # or not known to keep their numbers
-    0x858458F6,  # ramfs
-    0x3153464A,  # jfs
-    0x52654973,  # reiserfs
-    0x61756673,  # aufs
-    0x2011BAB0,  # exfat
-    0x00004D44,  # fat
-    0x7366746E,  # ntfs3
-    0x0000482B,  # hfs+
-}
-_SHARED = {
-    0x00006969: "nfs",
-    0x00C36400: "ceph",
-    0x0BD00BD0: "lustre",
-    0x47504653: "gpfs",
-    0x19830326: "beegfs",
-    0x01161970: "gfs2",
-    0x7461636F: "ocfs2",
-    0xFF534D42: "cifs",
-    0xFE534D42: "smb",
-    0x01021997: "9p",
-    0x65735546: "fuse",
-}
-_STABLE_INODES = _LOCAL | {magic for magic, name in _SHARED.items() if name in ("nfs", "ceph", "lustre", "gpfs")}
 
 
 def _magic(path: str | Path) -> int | None:
@@ -61,12 +54,9 @@ def has_stable_inodes(path: str | Path) -> bool:
 
 
 def shared_file_system(path: str | Path) -> str | None:
-    """The name of a path's file system if other machines may have it mounted as well; None for a local disk.
+    """The name of a path's file system if other machines may have it mounted as well; None for a local one.
 
-    An unknown file system counts as shared, and has its number as name. Where the system does not tell, as on macOS, it
-    counts as local.
+    One that is not known counts as local, and so does every one on macOS, which does not tell.
     """
     magic = _magic(path)
-    if magic is None or magic in _LOCAL or magic in _LOCAL_WITHOUT_INODES:
-        return None
-    return _SHARED.get(magic, f"number {magic:#x}")
+    return None if magic is None else _SHARED.get(magic)

@@ -139,9 +139,8 @@ class Cache:
     limit. `min_free_bytes` is the space that mirrors leave free on the disk. Both are numbers of bytes, or strings such
     as "500GB" or "500G" (the same), or "500GiB". Raises OptionError for an invalid value.
 
-    `form` says how values are kept. "decoded" needs no decoding later. "stored" keeps chunks as they are in the store,
-    in about a third of the space, and decodes them in every epoch, which takes two to four times the CPU. "compact"
-    keeps rows of sparse matrices coded, in about 40 % of the space, and of chosen or joined genes only their values.
+    `form` says how values are kept. "decoded" needs no decoding later. "compact" keeps rows of sparse matrices coded,
+    in about 40 % of the space, and of chosen or joined genes only their values.
 
     >>> cache = zl.Cache("/nvme/zloader", max_bytes="500GB", min_free_bytes="20 GiB")
     >>> cache.max_bytes, cache.min_free_bytes
@@ -154,7 +153,7 @@ class Cache:
     min_free_bytes: int | str = 0
     form: str = "decoded"
 
-    forms: ClassVar[tuple[str, ...]] = ("decoded", "compact", "stored")
+    forms: ClassVar[tuple[str, ...]] = ("decoded", "compact")
 
     def __post_init__(self) -> None:
         named = os.fspath(self.directory) if isinstance(self.directory, str | os.PathLike) else None

@@ -244,7 +244,7 @@ class OpenedStore(ModalElements):
             form = RowForm.of(matrix, None if genes is None else genes.column_of)
         name = matrix.path if form is None else form.name
         if name not in self._mirrors:
-            opened = open_mirror(directory, matrix.arrays, self._sizes) if form is None else None
+            opened = open_mirror(directory, matrix.arrays) if form is None else None
             self._mirrors[name] = opened if form is None else open_rows(directory, matrix, form)
         return self._mirrors[name]
 

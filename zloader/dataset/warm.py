@@ -17,11 +17,11 @@ import numpy as np
 
 from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.mirror import MirrorContents, contents_of
-from zloader.common.checks import MAX_COUNT, names_of, parse_size, require_count
+from zloader.common.checks import MAX_COUNT, names_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
-from zloader.common.records import ByteSource, Rows, Span
+from zloader.common.records import Rows
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.reading.bridge import Bridge, Put
@@ -62,7 +62,6 @@ def warm(
     dataset: Dataset,
     *,
     x: Sequence[str] = ("X",),
-    bytes_per_s: int | str | None = None,
     options: FetchOptions | None = None,
     on_progress: Callable[[Warmed], None] | None = None,
 ) -> Warmed:
@@ -79,8 +78,6 @@ def warm(
 
     - `dataset`: a dataset opened with a cache. For a view, all rows of its whole dataset are cached.
     - `x`: names of the matrices, as a Loader takes them.
-    - `bytes_per_s`: limits the rate of reading from the stores, as a number or as text such as "100MB". None for no
-      limit.
     - `options`: the options of a Loader for reading.
     - `on_progress`: called from time to time with the progress so far, on the calling thread.
 
@@ -94,9 +91,6 @@ def warm(
         raise OptionError("the dataset has no cache to fill: open it with cache=")
     if isinstance(dataset.cache, PeerCache):
         raise OptionError("the cache is shared by several machines, and fills as machines read: train from it")
-    bytes_per_s = parse_size(bytes_per_s, "bytes_per_s") if isinstance(bytes_per_s, str) else bytes_per_s
-    if bytes_per_s is not None:
-        require_count(bytes_per_s=bytes_per_s)
     options = options or FetchOptions()
     parts = [part for name in x for part in dataset.matrices.parts(name, options)]
     unmirrored = next((part for part in parts if part.mirror is None), None)
@@ -115,7 +109,7 @@ def warm(
         return Warmed(**cached, gets=counters.gets, bytes_read=counters.bytes_read, elapsed_s=elapsed_s)
 
     async def produce(put: Put[None]) -> None:
-        await _fill_all(_throttled(parts, bytes_per_s), options, counters, put)
+        await _fill_all(parts, options, counters, put)
 
     # Counting the chunks of a billion rows takes a tenth of a second, and there are a hundred thousand windows.
     many, due = sum(array.layout.n_chunks for array in _arrays(parts)) > _MANY_CHUNKS, began
@@ -160,45 +154,3 @@ def _windows(reader: ArrayReader | RowReader) -> Iterator[tuple[float, Rows, Arr
     size = max(1, _WINDOW_BYTES // reader.mirror.decoded_chunk_bytes)
     for first in range(0, n_chunks, size):
         yield first / n_chunks, np.arange(first, min(first + size, n_chunks)), reader
-
-
-def _throttled(parts: Sequence[MatrixPart], bytes_per_s: int | None) -> Sequence[MatrixPart]:
-    if bytes_per_s is None:
-        return parts
-    pace = _Pace(bytes_per_s)
-    return [dataclasses.replace(part, source=_PacedSource(part.source, pace)) for part in parts]
-
-
-class _Pace:
-    """Limits a byte rate: each read starts when the reads before it would have finished at that rate."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0
-
-    async def wait(self, n_bytes: int) -> None:
-        now = time.monotonic()
-        begin = max(now, self._free_s)
-        self._free_s = begin + n_bytes / self._bytes_per_s
-        await asyncio.sleep(begin - now)
-
-
-@dataclass(frozen=True)
-class _PacedSource:
-    """A source whose reads are limited by a pace."""
-
-    source: ByteSource
-    pace: _Pace
-
-    @property
-    def retries(self) -> int:
-        return self.source.retries
-
-    async def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """Reads each span when the pace allows it."""
-        return list(await asyncio.gather(*map(self._read_one, spans)))
-
-    async def _read_one(self, span: Span) -> bytes:
-        await self.pace.wait(span.size)
-        (stored,) = await self.source.read([span])
-        return stored

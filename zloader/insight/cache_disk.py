@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zloader.caching.place import place_of, require_private, require_safe
+from zloader.caching.place import place_of, require_local, require_private, require_safe
 from zloader.common.errors import OptionError
-from zloader.common.file_systems import has_stable_inodes, shared_file_system
+from zloader.common.file_systems import has_stable_inodes
 from zloader.common.messages import reason_of, size
 from zloader.insight.findings import Finding
 
@@ -28,6 +28,7 @@ def about_cache(directory: Path) -> Iterator[Finding]:
     try:
         directory = directory.expanduser().absolute()
         place = place_of(directory)
+        require_local(place)
         nearest = next(each for each in (place, *place.parents) if each.is_dir())
     except (OptionError, OSError, RuntimeError) as error:
         yield _broken("place", str(directory), reason_of(error))
@@ -60,13 +61,8 @@ def _about_disk(nearest: Path) -> Iterator[Finding]:
         state="advice" if few else "good",
         advice="a mirror takes about 4 bytes per value: free some space, or use another disk" * few,
     )
-    shared = shared_file_system(nearest)
-    if shared is not None:
-        advice = "a local disk is faster: here chunks are compared with their checksums in every epoch"
-        yield Finding(part="cache", name="file system", value=f"shared ({shared})", state="advice", advice=advice)
-    else:
-        stable = "" if has_stable_inodes(nearest) else ", without stable inode numbers"
-        yield Finding(part="cache", name="file system", value=f"local{stable}")
+    stable = "" if has_stable_inodes(nearest) else ", without stable inode numbers"
+    yield Finding(part="cache", name="file system", value=f"local{stable}")
 
 
 def _about_writing(nearest: Path) -> Iterator[Finding]:
@@ -77,7 +73,7 @@ def _about_writing(nearest: Path) -> Iterator[Finding]:
                 lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             speed = _write_bytes_per_s(file)
     except OSError as error:
-        advice = "mirrors cannot be kept here: use a local directory that you may write to, with flock if it is Lustre"
+        advice = "mirrors cannot be kept here: use a local directory that you may write to"
         yield _broken("writing", reason_of(error), advice)
         return
     slow = speed < _SLOW_BYTES_PER_S

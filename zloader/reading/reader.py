@@ -2,9 +2,8 @@
 
 The rows become chunks, and the chunks that the mirror lacks become coalesced reads (`zloader.reading.read_plan`). Each
 read is decoded in a thread as soon as it arrives. With a mirror, the chunks are kept there, and the rows are taken from
-there: as they are, or through the buffer of the fetch, as the form of the mirror has it. Without a mirror, chunks are
-decoded into the buffer of the fetch. If an earlier fetch or another process is already downloading a chunk into the
-mirror, the reader waits for it instead of reading it twice.
+there. Without one, or once it is full, chunks are decoded into the buffer of the fetch. If an earlier fetch or another
+process is already downloading a chunk into the mirror, the reader waits for it instead of reading it twice.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.chunk_file import ArrayFile
 from zloader.caching.leases import Leases
+from zloader.caching.mirror import MirrorArray
 from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
@@ -87,7 +86,7 @@ class ArrayReader:
     def __init__(
         self,
         layout: ArrayLayout,
-        mirror: ArrayFile | None,
+        mirror: MirrorArray | None,
         leases: Leases | None,
         resources: Resources,
     ) -> None:
@@ -114,7 +113,7 @@ class ArrayReader:
     def has_in_place(self, chunks: Rows) -> bool:
         """Whether `load` needs no buffer for these chunks, because a mirror has their elements in place, or will."""
         mirror = self.mirror
-        return mirror is not None and mirror.in_place and (mirror.writable or mirror.contains(chunks))
+        return mirror is not None and (mirror.writable or mirror.contains(chunks))
 
     async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
         """The needed elements of each row. Reads with a smaller `turn` go first."""
@@ -124,30 +123,25 @@ class ArrayReader:
             downloaded = await self.fill_mirror(chunks, turn) if mirror.writable else chunks[:0]
             missing = await self._filler.missing(chunks)
             self._count_mirrored(chunks[~np.isin(chunks, np.concatenate([downloaded, missing]))])
-            if mirror.in_place and not len(missing):
+            if not len(missing):
                 (source, positions), _ = await self._resources.run(mirror.rows, needed.starts, needed.stops)
                 return Elements(source=source, starts=positions)
         if len(buffer) < needed.n_bytes:
             buffer = np.empty(needed.n_bytes, np.uint8)  # the mirror's disk has filled up meanwhile
         slots = needed.slots(buffer)
         await self._read_chunks(missing, slots, turn)
-        await self._take_mirrored(chunks[~np.isin(chunks, missing)], slots, turn)
+        await self._take_mirrored(chunks[~np.isin(chunks, missing)], slots)
         return slots.filled(needed.starts)
 
-    async def _take_mirrored(self, chunks: Rows, slots: Slots, turn: int) -> None:
+    async def _take_mirrored(self, chunks: Rows, slots: Slots) -> None:
         """Fills the slots of chunks that the mirror has."""
         mirror, run = self.mirror, self._resources.run
         if mirror is None or not len(chunks):
             return
         await run(mirror.prefetch, chunks)
         async with asyncio.TaskGroup() as group:
-            takes = (run(mirror.take, few, slots.jobs(few), slots.elements) for few in self._few_of(chunks))
-            taking = [group.create_task(take) for take in takes]
-        self._resources.counters.decode_s += sum(task.result()[1] for task in taking)
-        corrupt = np.concatenate([task.result()[0] for task in taking])
-        if len(corrupt):
-            mirror.discard(corrupt)
-            await self._read_chunks(corrupt, slots, turn)
+            for few in self._few_of(chunks):
+                group.create_task(run(mirror.take, few, slots.jobs(few), slots.elements))
 
     async def fill_mirror(self, chunks: Rows, turn: int) -> Rows:
         """Reads the chunks that the mirror lacks into it, and waits for those that others are reading.
@@ -160,19 +154,7 @@ class ArrayReader:
         if mirror.contains(chunks):
             return chunks[:0]
         wanted = self._planner.chunks_to_mirror(chunks, first_fetch=not turn)
-        if mirror.needs_places:
-            await self._place(mirror, await filler.missing(wanted), turn)
         return await filler.fill(chunks, wanted, lambda mine: self._read_chunks(mine, None, turn))
-
-    async def _place(self, mirror: ArrayFile, chunks: Rows, turn: int) -> None:
-        """Tells the mirror where the chunks are in their objects."""
-        place = self._layout.placement
-        shards = place.object_of(chunks)
-        for shard, index in (await self._indexes_of(chunks, turn)).items():
-            here = chunks[shards == shard]
-            stored, offsets, sizes = index.ranges(here - place.first_chunk(np.array(shard)))
-            mirror.place(here[stored], offsets, sizes)
-            mirror.place(here[~stored], 0, 0)
 
     def _count_mirrored(self, chunks: Rows) -> None:
         first, last = self._layout.chunk_bounds(chunks)
@@ -246,7 +228,7 @@ class ArrayReader:
             filled = self._scratch(chunk) if slots is None else slots
             filled.of(chunk)[0][:] = self._layout.fill_value
             if slots is None and self.mirror is not None:
-                self.mirror.keep(chunk, filled.jobs(chunk), [b""], filled.elements)
+                self.mirror.keep(chunk, filled.jobs(chunk), filled.elements)
 
     def _decode_to_mirror(
         self,
@@ -268,7 +250,7 @@ class ArrayReader:
             errors = self._decoder.decode_all(stored, jobs, slots.elements)
             corrupt += [(int(here[position]), error) for position, error in errors]
             kept = np.delete(np.arange(len(here)), [position for position, _ in errors])
-            self.mirror.keep(chunks[here[kept]], jobs[kept], stored, slots.elements)
+            self.mirror.keep(chunks[here[kept]], jobs[kept], slots.elements)
         return corrupt
 
     def _few_of(self, chunks: Rows) -> list[Rows]:
