@@ -17,7 +17,7 @@ turn in reverse order. A side that failed, such as one that needs more memory, i
 The sides:
 
 - zloader, no mirror: every epoch reads the store, as the first one does.
-- zloader, decoded, compact, stored: a warm epoch, from a full and verified mirror of that form. It is filled by one
+- zloader, decoded, compact: a warm epoch, from a full and verified mirror of that form. It is filled by one
   epoch of the whole store under the same limit ("filling"), which is measured, too. Mirrors of one form are deleted
   before the next form is filled.
 - annbatch: its own shuffled collection, with chunks as large as the blocks, and with chunks of 512 rows.
@@ -60,7 +60,7 @@ from benchmarks.harness.sides import ReaderFailed, StoreLocation, median_and_ran
 from zloader.common.checks import parse_size
 
 _DISK = "disk"
-_FORMS = ("decoded", "compact", "stored")
+_FORMS = ("decoded", "compact")
 _DEADLINE_S = 75.0  # for a process that answers nothing
 _PROBED = 1 << 30  # bytes, at most, that a probe of the disk reads
 _PROBES = {  # name: bytes of a read, whether at random, and threads

@@ -127,8 +127,6 @@ CASES = {
     "join, dense": Case(stores=UNSORTED, join="outer", options=given(layout="dense")),
     "filling a mirror": Case(form="decoded"),
     "warm mirror": Case(form="decoded", warm=True),
-    "filling a mirror, stored form": Case(form="stored"),
-    "warm mirror, stored form": Case(form="stored", warm=True),
     "filling a mirror, compact form": Case(form="compact"),
     "warm mirror, compact form": Case(form="compact", warm=True),
     "2 000 genes, dense, filling a compact mirror": Case(form="compact", options=some_genes(2000)),

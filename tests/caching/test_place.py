@@ -21,6 +21,7 @@ from zloader.common import file_systems
 from zloader.common.errors import CacheError, OptionError
 from zloader.common.file_systems import has_stable_inodes, shared_file_system
 from zloader.common.options import Cache
+from zloader.insight.cache_disk import about_cache
 
 pytestmark = pytest.mark.any_version
 
@@ -201,6 +202,9 @@ def test_there_is_no_cache_on_a_file_system_that_machines_share(tmp_path, monkey
     monkeypatch.setattr(file_systems, "_magic", lambda path: 0x6969 if Path(path) == tmp_path else 0xEF53)
     with pytest.raises(OptionError, match=r"shared/cache is on NFS, .* a directory on a local disk, or no cache"):
         zl.open_dataset(tmp_path / "a.zarr", cache=shared / "cache")
+    (found,) = about_cache(shared / "cache")
+    assert (found.name, found.state) == ("place", "broken")
+    assert "is on NFS" in found.advice
     assert not shared.exists()
     assert sum(map(len, zl.Loader(zl.open_dataset(tmp_path / "a.zarr"), batch_size=8))) == 20
     (tmp_path / "local").mkdir()
