@@ -26,8 +26,8 @@ from benchmarks.compare.reporting import records
 from benchmarks.harness import measuring, readers, sides
 from benchmarks.harness.cloud import LinkSpeed, cloud
 from benchmarks.scale import cluster, simulated
+from benchmarks.scale.cluster import Many
 from benchmarks.scale.figure import draw_ways
-from benchmarks.scale.sharing import Many, OneCopy
 from benchmarks.training import models
 
 pytestmark = pytest.mark.any_version
@@ -431,7 +431,7 @@ def rows() -> simulated.Store:
 def epochs_of(way: str, store: simulated.Store, machines: Many, n_epochs: int = 3) -> list[dict[str, Any]]:
     """Its figures by epoch."""
     made = cluster.parts(store, machines.machines) if way == "parts" else [simulated.Epoch(store, n) for n in range(3)]
-    return list(cluster.of_epochs(store, machines, way, made[:n_epochs]))
+    return list(cluster.of_epochs(store, machines, made[:n_epochs]))
 
 
 def test_reads_into_a_simulated_mirror_are_those_of_the_planner(rows):
@@ -441,21 +441,8 @@ def test_reads_into_a_simulated_mirror_are_those_of_the_planner(rows):
         assert rows.mirror_reads(chunks) == rows.reads(chunks, into_mirror=True)
 
 
-@pytest.mark.parametrize("machines", [1, 3, 8])
-def test_one_copy_is_read_from_the_bucket_exactly_once(rows, machines):
-    many = Many(machines=machines)
-    first, *later = epochs_of("one copy", rows, many)
-    assert first["bucket_bytes"] == OneCopy(rows, many).total
-    assert [each["bucket_bytes"] for each in later] == [0, 0]
-    assert [each["rows_made"] for each in (first, *later)] == [rows.rows] * 3
-    epoch = simulated.Epoch(rows, 1)
-    needed = sum(len(epoch.chunks(number)) for number in range(epoch.plan.n_fetches))
-    expected = (1 - 1 / machines) * needed * sum(simulated.STORED_CHUNK.values())
-    assert later[0]["peer_bytes"] == pytest.approx(expected, rel=0.1)  # all but the share that a machine owns
-
-
 def test_mirrors_of_parts_read_about_once_and_those_of_a_global_order_read_more(rows):
-    total, many = OneCopy(rows, Many()).total, Many(machines=4)
+    total, many = rows.stored_bytes, Many(machines=4)
     parts, everywhere = (epochs_of(way, rows, many) for way in ("parts", "global"))
     assert 0.99 * total < parts[0]["bucket_bytes"] < 1.1 * total
     assert [epoch["bucket_bytes"] for epoch in parts[1:]] == [0, 0]
@@ -466,7 +453,7 @@ def test_mirrors_of_parts_read_about_once_and_those_of_a_global_order_read_more(
     assert (alone["rows_made"], alone["bucket_bytes"]) == (rows.rows, pytest.approx(total, rel=0.01))
 
 
-@pytest.mark.parametrize("way", ["global", "one copy", "parts"])
+@pytest.mark.parametrize("way", ["global", "parts"])
 def test_a_limit_of_gets_is_kept(rows, way):
     (free,) = epochs_of(way, rows, Many(machines=4), 1)
     (held,) = epochs_of(way, rows, Many(machines=4, gets_per_s=200), 1)
@@ -475,37 +462,9 @@ def test_a_limit_of_gets_is_kept(rows, way):
     assert held["bound"] == "GETs"
 
 
-def test_a_killed_machine_costs_its_stretches_and_no_rows(rows):
-    many, epoch = Many(machines=4, trainers=1, deadline_s=0.2), simulated.Epoch(rows, 0)
-    whole = OneCopy(rows, many).run(epoch)
-    broken = OneCopy(rows, many).run(epoch, kill_s=whole["seconds"] / 2)
-    assert broken["rows_made"] == rows.rows
-    assert broken["seconds"] > whole["seconds"]
-    again = broken["bucket_bytes"] - whole["bucket_bytes"]
-    assert 0 < again - broken["asked_again_bytes"] < 0.4 * whole["bucket_bytes"]
-
-
-def test_a_late_machine_asks_the_owners_before_it(rows):
-    many, epoch = Many(machines=4, trainers=1), simulated.Epoch(rows, 0)
-    whole = OneCopy(rows, many).run(epoch)
-    late = OneCopy(rows, many).run(epoch, late_s=whole["seconds"] / 2)
-    assert late["rows_made"] == rows.rows
-    assert late["bucket_bytes"] == whole["bucket_bytes"]
-    assert late["seconds"] > whole["seconds"]
-
-
-def test_a_deadline_that_covers_the_bucket_reads_it_twice(rows):
-    many = Many(machines=4, gets_per_s=100, deadline_s=0.5)
-    (patient,) = epochs_of("one copy", rows, many, 1)
-    (hasty,) = epochs_of("one copy", rows, replace(many, deadline_covers_bucket=True), 1)
-    assert hasty["bucket_bytes"] > patient["bucket_bytes"]
-    assert hasty["seconds"] > patient["seconds"]
-
-
 def test_the_tables_and_the_figure_of_many_machines(tmp_path, capsys):
     found = cluster.simulated(30_000, [1, 2])
-    assert len(found["ways"]) == 2 * 3 * 2 * 2 * 3
-    assert [run["event"] for run in found["failures"]] == ["none", "killed", "late"] * 2
+    assert len(found["ways"]) == 2 * 2 * 2 * 2 * 3
     assert "bucket, of the store" in capsys.readouterr().out
     draw_ways(json.loads(json.dumps(found))).savefig(tmp_path / "cluster.svg")
     assert "parts, epoch 1" in (tmp_path / "cluster.svg").read_text()

@@ -9,7 +9,7 @@ Figures = dict[str, Any]
 # Of one prefix. S3 gives more only after a while (Amazon S3 User Guide, "Best practices design patterns").
 S3_GETS_PER_S = 5500
 ANCHORS = {"SLAF, 32 producer nodes": 30_581.0, "protoplast, 100 M cells in 14.5 minutes": 115_000.0}
-WAYS = {"global": "global order, a mirror each", "one copy": "global order, one copy", "parts": "parts"}
+WAYS = {"global": "global order", "parts": "parts"}
 _RATES = (20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000, 2_000_000)  # ticks
 
 

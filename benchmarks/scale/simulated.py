@@ -117,6 +117,13 @@ class Store:
         """That of either array, for chunks."""
         return self.planners[0][0]
 
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of all objects of both arrays."""
+        layout = self.planner.layout
+        index_bytes = len(STORED) * layout.n_shards * layout.placement.index_bytes
+        return layout.n_chunks * sum(STORED_CHUNK.values()) + index_bytes
+
     def chunks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The chunks of some rows. Their first elements drift, so that blocks of rows do not begin with a chunk."""
         starts, stops = (VALUES * each + np.round(40 * VALUES * np.sin(each / 977)) for each in (rows, rows + 1))

@@ -201,7 +201,7 @@ def test_info_as_text(tmp_path):
     assert "cell_type" in text
     assert "[red]lane" in text
     assert "uint16 (was float32)" in text
-    assert text.count("as stored (of all machines") == text.count("mirror: ") == 2
+    assert text.count(" as stored") == text.count("mirror: ") == 2
     assert any(line.split()[-3] == str(cost.gets) for line in text.splitlines() if line.startswith("without a mirror"))
     assert "…" not in text, "nothing is truncated without a terminal"
 

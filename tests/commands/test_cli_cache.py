@@ -11,17 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from forked import CLI
 from helpers import PATIENCE_S, counts, write_store
 from test_cli import params, zloader
 
 import zloader as zl
-from zloader.caching.directory import MirrorDirectory, cache_bytes, drop, mirrors
+from zloader.caching.directory import cache_bytes, drop, mirrors
 from zloader.caching.inspection import inspect_mirror
-from zloader.caching.mirror import MirrorArray
-from zloader.reading.stretches import Stretches
 
 pytestmark = pytest.mark.any_version
 
@@ -124,13 +121,6 @@ def test_ls_lists_the_panels_of_a_mirror(store, tmp_path):
     panels = [line for line in lines if line and line[0] == "X/panel"]
     assert len(panels) == 2
     assert all("100%" in line for line in panels)
-
-
-def test_ls_tells_the_part_of_a_copy_on_several_machines(tmp_path):
-    stretches = Stretches({"a": 1000}, 100)
-    mirror = MirrorArray(MirrorDirectory(zl.Cache(tmp_path), "f" * 32, "s3://bucket/a"), stretches.layout)
-    mirror.put(0, np.zeros(250, np.uint8))
-    assert "of one copy on several machines: 300 B, 30%" in zloader("cache", "ls", tmp_path).stdout
 
 
 @pytest.mark.slow

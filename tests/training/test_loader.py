@@ -26,7 +26,7 @@ OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 ADATA = counts(503, 97)
 STATISTICS = (
     "epoch", "rows", "minibatches", "gets", "spans", "retries", "bytes_read", "chunks_decoded", "chunks_from_mirror",
-    "bytes_from_mirror", "bytes_from_peers", "in_flight_bytes", "most_in_flight_bytes", "decode_s", "gather_s",
+    "bytes_from_mirror", "in_flight_bytes", "most_in_flight_bytes", "decode_s", "gather_s",
     "wait_s", "elapsed_s", "fallback_controls", "rows_per_s", "wait_share",
 )  # fmt: skip
 

@@ -52,21 +52,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         draft.replace(path)
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Writes a small file, mode 0600, that appears complete or not at all. Raises FileExistsError if there is one."""
-    with draft_path(path) as draft:
-        draft.write_bytes(content)
-        draft.chmod(0o600)
-        try:
-            path.hardlink_to(draft)
-        except FileExistsError:
-            raise
-        except OSError:  # no hard links on this file system
-            if path.exists():
-                raise FileExistsError(path) from None
-            draft.replace(path)
-
-
 def checksum_of(path: Path, content: bytes) -> bytes:
     """The last four bytes of a small file: the crc32c of its qualified name followed by its content."""
     return int(google_crc32c.extend(google_crc32c.value(qualified_name(path)), content)).to_bytes(4, "little")

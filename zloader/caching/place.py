@@ -1,7 +1,6 @@
 """The place of a cache: the directory DIR that the user names, or `DIR/zloader` if DIR holds other things.
 
 DIR/zloader-cache           marks DIR as a cache; locked while disk space is allocated
-DIR/zloader-identity        tells the cache from those of other machines, once it is shared with them
 DIR/CACHEDIR.TAG            excludes DIR from backups; only written if zloader created DIR
 
 No other user may be able to write to it, because values that another user puts there would be trusted. It is not on a
@@ -14,17 +13,13 @@ import contextlib
 import grp
 import os
 import pwd
-import re
-import secrets
 import stat
 from pathlib import Path
 
-from zloader.caching.atomic_files import write_new
 from zloader.common.errors import CacheError, OptionError
 from zloader.common.file_systems import shared_file_system
 
 MARK = "zloader-cache"
-_IDENTITY = "zloader-identity"
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This directory holds mirrors made by zloader.\n"
 
 
@@ -88,24 +83,12 @@ def require_cache(directory: Path) -> Path:
     return place
 
 
-def identity_of(place: Path) -> str:
-    """A name that no other cache has: 16 hexadecimal digits. It stays the same when the machine is started again."""
-    path = place / _IDENTITY
-    with contextlib.suppress(FileExistsError):
-        write_new(path, secrets.token_hex(8).encode())
-    identity = path.read_text()
-    if not re.fullmatch("[0-9a-f]{16}", identity):
-        raise CacheError(f"{path} is damaged: delete it")
-    return identity
-
-
 def unmark(place: Path) -> None:
     """Removes the files that mark a cache, and then the directory itself if it is empty."""
     tag = place / "CACHEDIR.TAG"
     with contextlib.suppress(FileNotFoundError):
         if tag.read_text() == _TAG:
             tag.unlink()
-    (place / _IDENTITY).unlink(missing_ok=True)
     (place / MARK).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it contains other files, or is a mount point
         place.rmdir()

@@ -122,7 +122,7 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
     about = "at most about" if matrix.at_most else "about"
     stored = sum(array.stored_bytes for array in matrix.arrays)
     forms = (f"{size(matrix.decoded_bytes)} decoded", f"{about} {size(matrix.compact_bytes)} compact")
-    console.print(f"mirror: {', '.join(forms)}, {size(stored)} as stored (of all machines together with zr.cache)")
+    console.print(f"mirror: {', '.join(forms)}, {size(stored)} as stored")
 
 
 def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int], order: str) -> None:
@@ -179,11 +179,9 @@ def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInsp
 
 
 def _panels(inspection: MirrorInspection) -> list[str]:
-    """A line for each panel of genes, and for the rows of all genes, that a mirror keeps coded; and for stretches."""
-    named = {name: name for name in inspection.arrays if name.endswith(" (rows)")}
-    named |= {name: "of one copy on several machines" for name in inspection.arrays if name == "stretches"}
-    held = {said: inspection.arrays[name] for name, said in named.items()}
-    return [f"{said}: {size(array.bytes_held)}, {_share(array.share)}" for said, array in held.items()]
+    """A line for each panel of genes, and for the rows of all genes, that a mirror keeps coded."""
+    held = {name: array for name, array in inspection.arrays.items() if name.endswith(" (rows)")}
+    return [f"{name}: {size(array.bytes_held)}, {_share(array.share)}" for name, array in held.items()]
 
 
 # ---- bench
@@ -219,7 +217,6 @@ _FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "most_in_flight_bytes": ("peak in flight", size),
     "mirror_share": ("chunks from the mirror", _share),
     "bytes_from_mirror": ("read from the mirror", size),
-    "bytes_from_peers": ("sent by other machines", size),
     "decode_s": ("decoding, all threads", _seconds),
     "gather_s": ("gathering, all threads", _seconds),
     "cpu_s": ("processor, all threads", _seconds),

@@ -212,9 +212,7 @@ class Statistics:
         retries: Reads that were repeated after a failure.
         bytes_read: Stored bytes that the reads returned.
         chunks_decoded: Chunks read from the store and decoded.
-        chunks_from_mirror, bytes_from_mirror: Chunks, and decoded bytes, read from the mirror. With zr.cache, stored
-            bytes of the stretches that this machine keeps.
-        bytes_from_peers: Stored bytes that other machines have sent, with zr.cache.
+        chunks_from_mirror, bytes_from_mirror: Chunks, and decoded bytes, read from the mirror.
         in_flight_bytes, most_in_flight_bytes: Bytes being read now, and the highest value in the epoch.
         decode_s, gather_s: Seconds spent decoding and gathering, summed over threads.
         wait_s: Seconds that the consumer waited for minibatches.
@@ -243,7 +241,6 @@ class Statistics:
     chunks_decoded: int
     chunks_from_mirror: int
     bytes_from_mirror: int
-    bytes_from_peers: int
     in_flight_bytes: int
     most_in_flight_bytes: int
     decode_s: float
@@ -257,8 +254,7 @@ class Statistics:
             f"{self.rows_per_s:,.0f} rows/s, waited {self.wait_share:.0%}; {self.gets:,} GETs, "
             f"{self.bytes_read / 1e6:,.1f} MB read, at most {self.most_in_flight_bytes / 1e6:,.1f} MB at once, "
             f"{self.retries:,} retries; {self.chunks_decoded:,} chunks decoded, "
-            f"{self.chunks_from_mirror:,} from the mirror ({self.bytes_from_mirror / 1e6:,.1f} MB)"
-            + (f", {self.bytes_from_peers / 1e6:,.1f} MB from other machines>" if self.bytes_from_peers else ">")
+            f"{self.chunks_from_mirror:,} from the mirror ({self.bytes_from_mirror / 1e6:,.1f} MB)>"
         )
 
     @property

@@ -35,7 +35,6 @@ from zloader.dataset.store import OpenedStore
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form, Transforming, computing_dtype
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.peers import PeerCache
 from zloader.reading.recipe import Recipe
 from zloader.reading.rehearsal import FEW, rehearse
 from zloader.selecting.gene_names import GeneJoin
@@ -335,8 +334,6 @@ class Matrices:
         cache = self._opened.cache
         if cache is None:
             raise OptionError("the dataset has no cache: open it with cache=")
-        if isinstance(cache, PeerCache):
-            raise OptionError("the cache is shared by several machines: zr.keepers(cache) says what each of them holds")
         mirrors = self.mirrors(x)
         if None in mirrors:
             raise OptionError(f"the mirror of {self._opened.url} in {cache.directory} cannot be used (see the warning)")

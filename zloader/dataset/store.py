@@ -38,7 +38,6 @@ from zloader.common.records import ByteSource
 from zloader.dataset.modalities import MUDATA, ModalElements, path_of
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.peers import PeerCache, SharedStore, Sharing
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import matrix_shape
@@ -72,8 +71,6 @@ class OpenedStore(ModalElements):
         self.mirror_directory = None
         if cache is not None and self.mirror_fingerprint is not None:
             self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, location.address)
-        self._cache = cache
-        self._sharing: Sharing | None = None
         self._mirrors: dict[str, Mirror | None] = {}
         self._offsets: dict[str, NDArray[np.integer] | PagedOffsets] = {}
         if offline and self.mirror_directory is None:
@@ -237,7 +234,7 @@ class OpenedStore(ModalElements):
     def mirror(self, matrix: MatrixLayout, genes: ChosenGenes | None = None) -> Mirror | None:
         """The mirror of a matrix, or of these genes of it, opened once per process. None without a usable cache."""
         directory = self.mirror_directory
-        if directory is None or directory.form == "shared":
+        if directory is None:
             return None
         form = None
         if directory.form == "compact":
@@ -247,21 +244,6 @@ class OpenedStore(ModalElements):
             opened = open_mirror(directory, matrix.arrays) if form is None else None
             self._mirrors[name] = opened if form is None else open_rows(directory, matrix, form)
         return self._mirrors[name]
-
-    def sharing(self, options: FetchOptions) -> Sharing | None:
-        """How this store is read together with other machines; None if it is not."""
-        cache, directory = self._cache, self.mirror_directory
-        if self._sharing is None and isinstance(cache, PeerCache) and directory is not None and not self.offline:
-            assert self.mirror_fingerprint is not None
-            shared = SharedStore(
-                fingerprint=self.mirror_fingerprint,
-                url=self.location.url,
-                address=self.location.address,
-                object_sizes=self._sizes,
-                source=self.source(options),
-            )
-            self._sharing = cache.sharing(directory, shared)
-        return self._sharing
 
     def original_dtype(self, matrix: MatrixLayout) -> str:
         """The dtype of the values before `convert` narrowed it, or else the stored dtype."""
@@ -283,7 +265,6 @@ class OpenedStore(ModalElements):
             source=self.source(options),
             mirror=self.mirror(matrix, genes),
             genes=genes,
-            sharing=self.sharing(options),
             row_of=self.row_of(matrix.path),
         )
 

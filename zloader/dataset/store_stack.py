@@ -30,7 +30,6 @@ from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.dataset.stacked_offsets import StackedOffsets
 from zloader.dataset.store import OpenedStore
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.peers import PeerCache
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.recorded import joined_layout
@@ -46,8 +45,6 @@ def stacks_of(
     manifest: Location, table: pd.DataFrame, cache: Cache | None, *, offline: bool, opens: Opener
 ) -> list[StoreStack]:
     """The stores of a manifest in their order, in as few stacks as that allows."""
-    if isinstance(cache, PeerCache):
-        raise OptionError(f"zr.cache keeps single stores, and {manifest.url} is a manifest of many: give a directory")
     table = table.assign(**{name: _labels(table[name]) for name in labels_of(table)})
     roots, keys = zip(*(root_and_key(manifest, url) for url in table["url"]), strict=True)
     kinds = table[["layout", "gene_set", "obs"]].assign(root=roots)
@@ -135,7 +132,7 @@ class StoreStack(OpenedStore):
         if cache is not None and self.mirror_fingerprint is not None:
             address = f"{self.location.address} ({number}: {len(self.urls)} stores)"
             self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, address)
-        self._sharing, self._mirrors, self._offsets = None, {}, {}
+        self._mirrors, self._offsets = {}, {}
 
     # ---- what the manifest records
 

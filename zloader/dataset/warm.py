@@ -26,7 +26,6 @@ from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
-from zloader.reading.peers import PeerCache
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters
 from zloader.reading.row_reader import RowReader
@@ -89,8 +88,6 @@ def warm(
     x = names_of(x=x)
     if dataset.cache is None:
         raise OptionError("the dataset has no cache to fill: open it with cache=")
-    if isinstance(dataset.cache, PeerCache):
-        raise OptionError("the cache is shared by several machines, and fills as machines read: train from it")
     options = options or FetchOptions()
     parts = [part for name in x for part in dataset.matrices.parts(name, options)]
     unmirrored = next((part for part in parts if part.mirror is None), None)

@@ -30,7 +30,7 @@ from zloader.reading.matrix_parts import opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
 from zloader.reading.recipe import Recipe
-from zloader.reading.resources import BufferPool, Counters, begun, timed
+from zloader.reading.resources import BufferPool, Counters, begun
 from zloader.reading.row_reader import RowReader
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import shares
@@ -197,7 +197,7 @@ class FetchScheduler:
             names = None
             if columns.names is not None:  # aside, because it may read from the store
                 names = await aside(columns.names, loaded.planned.fetch.rows)
-            without_x, _ = await timed(threads, self._without_x, loaded, names)
+            without_x, _ = await begun(threads, self._without_x, loaded, names)
             n_bytes = GroupBytes(recipe, loaded.planned.fetch, [rows.planned for rows in loaded.x])
             for cuts in self._gates.groups(loaded.planned.fetch.cuts, n_bytes):
                 claim = await self._gates.group_begins(max(1, n_bytes(cuts)))

@@ -17,7 +17,6 @@ from zloader.caching.mirror import Mirror
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, Rows
 from zloader.reading.back_pressure import ByteBudget
-from zloader.reading.peers import Sharing
 from zloader.reading.read_plan import share_of
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
@@ -35,7 +34,7 @@ class MatrixPart:
     `url` names the store in messages. `indptr` has the row offsets or looks them up; None for a dense matrix.
     `object_sizes` has the bytes per stored object. `genes` are the columns of x; None for the genes as stored.
     `indexes` grows by the shard indexes that are read, by array and shard, so that all readers of this part read each
-    of them once. With `sharing`, the store is read together with other machines.
+    of them once.
 
     `row_of` has the row of the matrix for each row of the store, or -1 where the matrix lacks it, and a minibatch has
     no values. None stands for the same rows.
@@ -48,7 +47,6 @@ class MatrixPart:
     source: ByteSource
     mirror: Mirror | None
     genes: ChosenGenes | None = None
-    sharing: Sharing | None = None
     row_of: RowMap | None = None
     indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)
 
@@ -106,8 +104,6 @@ def opened_readers(
                 coding=coding,
                 indexes=part.indexes,
             )
-            if part.sharing is not None:
-                resources.shared = stack.enter_context(part.sharing.opened(resources))
             leases = None
             if part.mirror is not None:
                 stack.callback(part.mirror.record_verified)

@@ -181,7 +181,7 @@ class ArrayReader:
         try:
             for attempt in range(attempts):
                 decode = partial(self._decode, left, slots)
-                corrupt = await self._resources.decode([piece.span for piece in left], decode, again=attempt > 0)
+                corrupt = await self._resources.decode([piece.span for piece in left], decode)
                 if not corrupt:
                     break
                 left = [piece for piece, _ in corrupt]
@@ -274,6 +274,6 @@ class ArrayReader:
         resources.counters.retries += len(spans) * (attempt > 0)
         await resources.in_flight.acquire(n_bytes, turn)
         try:
-            return await resources.read(spans, again=attempt > 0)
+            return await resources.read(spans)
         finally:
             resources.in_flight.release(n_bytes)

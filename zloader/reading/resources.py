@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,6 @@ class Counters:
     chunks_decoded: int = 0
     chunks_from_mirror: int = 0
     bytes_from_mirror: int = 0
-    bytes_from_peers: int = 0
     in_flight_bytes: int = 0
     most_in_flight_bytes: int = 0
     decode_s: float = 0.0
@@ -77,16 +76,6 @@ class BufferPool:
         self._free.append(buffer)
 
 
-class SharedBytes(Protocol):
-    """What the machines that share a store have read of it."""
-
-    async def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """The bytes of each span, in order."""
-
-    async def discard(self, spans: Sequence[Span]) -> None:
-        """Forgets spans that have turned out to be wrong."""
-
-
 @dataclass
 class Resources:
     """Resources that all loads from one store share in an epoch."""
@@ -107,43 +96,28 @@ class Resources:
 
     def __post_init__(self) -> None:
         self._retries = 0  # of the source, as last counted
-        self.shared: SharedBytes | None = None  # asked before the source
 
     async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
         """Runs a function in one of the threads; returns its result and the seconds it took there."""
-        return await timed(self.threads, function, *args)
+        return await begun(self.threads, function, *args)
 
     def filler(self, mirror: File, leases: Leases) -> MirrorFiller[File]:
         """Fills a file of a mirror in the threads of the epoch."""
         return MirrorFiller(mirror, leases, self.run, self.options.deadline_s)
 
-    async def read(self, spans: Sequence[Span], *, again: bool = False) -> list[bytes]:
-        """Reads spans from the machines that share the store, if any, or else from the store.
-
-        Those that are read `again`, because they were corrupt, come from the store.
-        """
-        if self.shared is None:
-            return await self.read_store(spans)
-        if not again:
-            return await self.shared.read(spans)
-        await self.shared.discard(spans)
-        return await self.read_store(spans)
-
-    async def read_store(self, spans: Sequence[Span]) -> list[bytes]:
+    async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """Reads spans from the source, and counts GETs, bytes and retries."""
         with self._counted(spans):
             return await self.source.read(spans)
 
-    async def decode(
-        self, spans: Sequence[Span], decode: Callable[[Sequence[bytes | Bytes]], Result], *, again: bool = False
-    ) -> Result:
+    async def decode(self, spans: Sequence[Span], decode: Callable[[Sequence[bytes | Bytes]], Result]) -> Result:
         """Reads spans, and decodes them in one of the threads: `decode` gets the bytes of each, and must not keep them.
 
         A local source is read by the same thread into memory that the thread reuses. The bytes are still in the core's
         cache when they are decoded, and no fresh memory is needed.
         """
-        if self.shared is not None or not isinstance(self.source, FileSource):
-            result, seconds = await self.run(decode, await self.read(spans, again=again))
+        if not isinstance(self.source, FileSource):
+            result, seconds = await self.run(decode, await self.read(spans))
         else:
             self.source.prefetch(spans)
             with self._counted(spans):
@@ -194,15 +168,13 @@ class Resources:
             self._retries = self.source.retries
 
 
-async def timed(threads: ThreadPoolExecutor, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
-    """Runs a function in a thread; returns its result and the seconds it took there."""
-    return await begun(threads, function, *args)
-
-
 def begun(
     threads: ThreadPoolExecutor, function: Callable[..., Result], *args: Any
 ) -> asyncio.Future[tuple[Result, float]]:
-    """As `timed`, without a task, which costs as much again. The future may be dropped, even if it has an error."""
+    """Runs a function in a thread: its result, and the seconds it took there.
+
+    The future is no task, which would cost as much again. It may be dropped, even if it has an error.
+    """
 
     def run() -> tuple[Result, float]:
         before = time.perf_counter()
