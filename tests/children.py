@@ -59,19 +59,3 @@ class Clumsy:
         print("to the standard output")
         os.write(1, b"and to its file" * 10_000)
         return b""
-
-
-def crashing_soma(uri: str, *given: Any) -> Any:
-    """A SomaReader that crashes in the methods that `URI.crashes` names, each as often as it says there."""
-    from zloader.conversion.sources.soma_reader import SomaReader
-
-    class Reader(SomaReader):
-        def __getattribute__(self, name: str) -> Any:
-            told = Path(f"{uri}.crashes")
-            left = json.loads(told.read_text())
-            if left.get(name):
-                told.write_text(json.dumps(left | {name: left[name] - 1}))
-                os.kill(os.getpid(), signal.SIGSEGV)
-            return super().__getattribute__(name)
-
-    return Reader(uri, *given)

@@ -18,7 +18,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from sources import SMALL, TENX, assert_same, counts, files, frame
+from sources import SMALL, assert_same, counts, files, frame
 
 import zloader as zl
 
@@ -30,8 +30,6 @@ IN_HDF5 = (
     ("gzip h5ad", "bytes", 10),
     ("gzip h5ad", "head", 10),
     ("gzip h5ad", "cut", 10),
-    ("10x h5", "bytes", 8),
-    ("10x h5", "cut", 5),
 )
 METADATA = ("zarr.json", ".zmetadata")  # files of the root with the metadata of all nodes
 NAME = "broken"
@@ -70,8 +68,6 @@ def our_zarr(path: Path) -> Path:
 SOURCES: dict[str, Callable[[Path], Path]] = {
     "h5ad": h5ad,
     "gzip h5ad": lambda path: h5ad(path, compression="gzip"),
-    "10x h5": lambda path: TENX["plate.h5"](path, counts()),
-    "10x mtx": lambda path: TENX["plate"](path, counts()),
     "zarr v2": lambda path: anndata_zarr(path, 2),
     "zarr v3": lambda path: anndata_zarr(path, 3),
     "our zarr": our_zarr,
@@ -126,22 +122,16 @@ def _store(path: Path, content: dict[str, bytearray]) -> None:
         (path / name if name else path).write_bytes(stored)
 
 
-def as_read(source: Path, kind: str) -> ad.AnnData:
-    """The source as read by anndata or scanpy."""
-    if not kind.startswith("10x"):
-        return ad.read_zarr(source) if source.is_dir() else ad.read_h5ad(source)
-    import scanpy
-
-    if source.is_dir():
-        return scanpy.read_10x_mtx(source, gex_only=False, make_unique=False)
-    return scanpy.read_10x_h5(source, gex_only=False)
+def as_read(source: Path) -> ad.AnnData:
+    """The source as read by anndata."""
+    return ad.read_zarr(source) if source.is_dir() else ad.read_h5ad(source)
 
 
 def check(kind: str, damage: str, n: int, directory: Path) -> Iterator[str]:
     """Converts `n` damaged copies of a source. Yields `refused` or `equal` for each, and raises for anything else."""
     directory.mkdir()
     whole = SOURCES[kind](directory / "whole")
-    untouched = as_read(whole, kind)
+    untouched = as_read(whole)
     for seed in range(n):
         at = directory / f"{seed}"
         at.mkdir()
@@ -157,7 +147,7 @@ def check(kind: str, damage: str, n: int, directory: Path) -> Iterator[str]:
         else:
             wanted = untouched
             with contextlib.suppress(Exception):  # the damage may be in metadata that only anndata reads
-                wanted = as_read(source, kind)
+                wanted = as_read(source)
             assert_equal(ad.read_zarr(at / "out.zarr"), wanted)
             yield "equal"
         shutil.rmtree(at)

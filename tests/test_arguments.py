@@ -285,7 +285,7 @@ INVALID_SOURCES = [
 
 def test_sources(tmp_path: Path) -> None:
     refuses(
-        "sources must be paths, URLs, AnnData in memory, zl.Parquet, zl.Soma or a zl.RowSource",
+        "sources must be paths, URLs, AnnData in memory, zl.Parquet or a zl.RowSource",
         lambda source: zl.convert(source, tmp_path / "a.zarr", progress=False),
         values=INVALID_SOURCES,
     )

@@ -158,8 +158,8 @@ def test_every_module_imports_with_its_extra(wheel: Path, plain: Installed, tmp_
     for module, missing in failed.items():  # of an extra that is not installed here
         assert missing not in importlib.metadata.packages_distributions(), f"{module} cannot import {missing}"
     assert set(failed) <= set(without["failed"])
-    # soma_reader is imported by a child alone, and jax_arrays for framework="jax".
-    apart = r"zloader\.(integrations|ray|conversion\.sources\.soma_reader|training\.jax_arrays)"
+    # jax_arrays is imported for framework="jax" alone.
+    apart = r"zloader\.(integrations|ray|training\.jax_arrays)"
     assert all(re.match(apart, module) for module in without["failed"]), without["failed"]
     assert "No broken requirements" in every.run("python", "-m", "pip", "check", cwd=tmp_path)
     every.run("zloader", "demo", cwd=tmp_path)

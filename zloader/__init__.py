@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from zloader.conversion.joining.selection import Selection
     from zloader.conversion.sources.parquet import Parquet
     from zloader.conversion.sources.row_source import RowSource
-    from zloader.conversion.sources.soma import Soma
     from zloader.conversion.verify import Verification, verify
     from zloader.conversion.writing.encode import ConvertOptions
     from zloader.dataset.dataset import Dataset, View
@@ -90,7 +89,6 @@ __all__ = [
     "RowSource",
     "Sampling",
     "Selection",
-    "Soma",
     "Statistics",
     "Streaming",
     "Suggestion",
@@ -135,7 +133,6 @@ _MODULES = {
     "Sampling": "zloader.order.sampling",
     "RowSource": "zloader.conversion.sources.row_source",
     "Selection": "zloader.conversion.joining.selection",
-    "Soma": "zloader.conversion.sources.soma",
     "Statistics": "zloader.common.records",
     "Streaming": "zloader.order.shuffling",
     "Suggestion": "zloader.insight.suggest",

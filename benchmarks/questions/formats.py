@@ -1,18 +1,17 @@
-"""How fast are Parquet files and SOMA experiments converted, beside the way people do it today?
+"""How fast are Parquet files converted, beside the way people do it today?
 
-    python -m benchmarks.questions.formats [--rows 30000] [--genes 20000] [--turns 3] [--memory 1GiB] [--pair soma]
+    python -m benchmarks.questions.formats [--rows 30000] [--genes 20000] [--turns 3] [--memory 1GiB]
 
-The same synthetic cells (benchmarks.data.synthetic) are written as Parquet with lists of genes and values, each row
-with the marker of Tahoe-100M, and as a SOMA experiment. Then these take turns, each in a process of its own:
+Synthetic cells (benchmarks.data.synthetic) are written as Parquet with lists of genes and values, each row with the
+marker of Tahoe-100M. Then these take turns, each in a process of its own:
 
-- `parquet`: `zloader convert` from Parquet. `datasets`: Hugging Face datasets reads the rows in batches, which become a
-  CSR matrix and an AnnData, and `write_zarr` stores it.
-- `soma`: `zloader convert` from SOMA. `to_anndata`: `axis_query().to_anndata()`, and `write_zarr`.
+- `parquet`: `zloader convert` from Parquet.
+- `datasets`: Hugging Face datasets reads the rows in batches, which become a CSR matrix and an AnnData, and
+  `write_zarr` stores it.
 
-Both of a pair read the same files and end with an AnnData Zarr store on the same disk. wall, CPU and peak memory are
-those of the whole process. Where SOMA is read in a second process, the peak is that of the larger one. The stores are
-compared with the cells. Needs `pip install datasets`, which no extra has, unless `--pair soma` leaves it out. The last
-line is one JSON document.
+Both read the same files and end with an AnnData Zarr store on the same disk. wall, CPU and peak memory are those of the
+whole process. The stores are compared with the cells. Needs `pip install datasets`, which no extra has. The last line
+is one JSON document.
 """
 
 from __future__ import annotations
@@ -38,24 +37,21 @@ from benchmarks.harness.measuring import (
     table,
 )
 
-PAIRS = {"parquet": "datasets", "soma": "to_anndata"}
 _FILE_ROWS, _GROUP_ROWS, _FIRST_ID = 10_000, 1000, 3
 _BATCH = 1000
 
 
 def write_sources(work: Path, rows: int, genes: int) -> None:
-    """Writes the cells as .h5ad, Parquet and SOMA."""
+    """Writes the cells as .h5ad and Parquet."""
     import anndata as ad
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
-    import tiledbsoma.io
 
     from benchmarks.data.synthetic import generate
 
     generate(work / "cells.h5ad", rows=rows, genes=genes)
     adata = ad.read_h5ad(work / "cells.h5ad")
-    tiledbsoma.io.from_anndata(str(work / "cells.soma"), adata, measurement_name="RNA")
     (work / "parquet").mkdir()
     for start in range(0, rows, _FILE_ROWS):
         x, obs = adata.X[start : start + _FILE_ROWS], adata.obs[start : start + _FILE_ROWS].reset_index()
@@ -72,10 +68,10 @@ def write_sources(work: Path, rows: int, genes: int) -> None:
     pq.write_table(pa.table(ids), work / "genes.parquet")
 
 
-def run(what: str, work: Path, store: Path) -> float:
-    """Converts in one of the ways of today. Returns the seconds."""
+def run(work: Path, store: Path) -> float:
+    """Converts in the way of today. Returns the seconds."""
     began = time.perf_counter()
-    {"datasets": with_datasets, "to_anndata": with_tiledbsoma}[what](work).write_zarr(store)
+    with_datasets(work).write_zarr(store)
     return time.perf_counter() - began
 
 
@@ -104,14 +100,6 @@ def with_datasets(work: Path) -> Any:
     return ad.AnnData(x, obs=frame.set_axis(frame.index.astype(str)), var=genes)
 
 
-def with_tiledbsoma(work: Path) -> Any:
-    """The experiment as an AnnData."""
-    import tiledbsoma
-
-    with tiledbsoma.Experiment.open(str(work / "cells.soma")) as experiment, experiment.axis_query("RNA") as query:
-        return query.to_anndata(X_name="data")
-
-
 def check(file: Path, store: Path) -> None:
     """Raises AssertionError if the X of a store is not that of the .h5ad file."""
     import anndata as ad
@@ -123,17 +111,14 @@ def check(file: Path, store: Path) -> None:
     assert (found != wanted).nnz == 0
 
 
-def commands(work: Path, memory: str, pairs: list[str]) -> dict[str, Any]:
-    """The command of each way in these pairs, as a function of the store."""
+def commands(work: Path, memory: str, store: Path) -> dict[str, Any]:
+    """The command of each way."""
     ours = [str(Path(sys.executable).with_name("zloader")), "convert"]
     parquet = [str(work / "parquet"), "--gene-metadata", str(work / "genes.parquet")]
-    found = {
-        "parquet": lambda store: [*ours, *parquet, str(store), "--json", "--memory", memory],
-        "soma": lambda store: [*ours, str(work / "cells.soma"), str(store), "--json", "--memory", memory],
+    return {
+        "parquet": [*ours, *parquet, str(store), "--json", "--memory", memory],
+        "datasets": program("questions.formats", "--run", work, store),
     }
-    for what in PAIRS.values():
-        found[what] = lambda store, what=what: program("questions.formats", "--run", what, work, store)
-    return {name: found[name] for pair in PAIRS.items() if pair[0] in pairs for name in pair}
 
 
 def main() -> None:
@@ -143,31 +128,28 @@ def main() -> None:
     parser.add_argument("--genes", type=int, default=20_000)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--memory", default="1GiB", help="limit of zloader (default: %(default)s)")
-    parser.add_argument("--pair", choices=PAIRS, action="append", help="only this pair (default: both)")
     parser.add_argument("--work", type=Path, help="directory for the files (default: a temporary one)")
-    parser.add_argument("--run", nargs=3, metavar=("WHAT", "WORK", "STORE"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=2, metavar=("WORK", "STORE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        what, work, store = options.run
-        print(json.dumps({"seconds": run(what, Path(work), Path(store))}))
+        print(json.dumps({"seconds": run(*map(Path, options.run))}))
         return
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         work = Path(directory)
         in_new_process(write_sources, work, options.rows, options.genes)
         runs: dict[str, list[Figures]] = {}
         for _ in range(options.turns):
-            for name, command in commands(work, options.memory, options.pair or list(PAIRS)).items():
-                for source in (work / "parquet", work / "cells.soma"):
-                    for file in (path for path in source.rglob("*") if path.is_file()):
-                        read_through(file)
-                figures = measured(command(work / "store.zarr"), work=work, env={"HF_HOME": str(work / "hf")})
+            for name, command in commands(work, options.memory, work / "store.zarr").items():
+                for file in (work / "parquet").iterdir():
+                    read_through(file)
+                figures = measured(command, work=work, env={"HF_HOME": str(work / "hf")})
                 in_new_process(check, work / "cells.h5ad", work / "store.zarr")
                 shutil.rmtree(work / "store.zarr")
                 runs.setdefault(name, []).append(figures)
     lines = [["", *COLUMNS, "speedup of zloader"]]
-    for ours, theirs in ((ours, PAIRS[ours]) for ours in PAIRS if ours in runs):
-        lines += [[ours, *columns(runs[ours], options.rows), ""]]
-        lines += [[theirs, *columns(runs[theirs], options.rows), f"{ratio(runs[theirs], runs[ours], 'wall_s'):.2f} x"]]
+    lines += [["parquet", *columns(runs["parquet"], options.rows), ""]]
+    speedup = ratio(runs["datasets"], runs["parquet"], "wall_s")
+    lines += [["datasets", *columns(runs["datasets"], options.rows), f"{speedup:.2f} x"]]
     table(lines)
     print(json.dumps({"rows": options.rows, "genes": options.genes, "memory": options.memory, "runs": runs}))
 

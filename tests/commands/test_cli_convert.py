@@ -78,23 +78,6 @@ def test_sources_in_parquet_with_their_options(tmp_path: Path) -> None:
     assert "lists must be two names of columns" in refused.stderr
 
 
-@pytest.mark.any_version  # tiledbsoma 2.2 cannot write with pandas 3
-@pytest.mark.slow
-def test_sources_in_soma_with_their_options(tmp_path: Path) -> None:
-    io = pytest.importorskip("tiledbsoma.io")
-    adata = counts(60, 30)
-    adata.obs["donor"] = ["a", "b", "c"] * 20
-    io.from_anndata(str(tmp_path / "atlas"), adata, measurement_name="RNA")
-    flags = ("--where", "donor == 'b'", "--measurement", "RNA", "--soma-layer", "data")
-    zloader("convert", tmp_path / "atlas", tmp_path / "a.zarr", *flags)
-    np.testing.assert_array_equal(ad.read_zarr(tmp_path / "a.zarr").X.toarray(), adata.X[1::3].toarray())
-    assert (
-        "every value equals" in zloader("verify", tmp_path / "a.zarr", "--against", tmp_path / "atlas", *flags).stdout
-    )
-    refused = zloader("convert", tmp_path / "atlas", tmp_path / "b.zarr", *flags, "--gene-id", "id", status=1)
-    assert "cannot be in Parquet and in SOMA" in refused.stderr
-
-
 _DROPPED = """
 import signal, sys
 from zloader.commands.command import app

@@ -13,8 +13,6 @@ from damage import IN_HDF5, check
 from helpers import TESTS
 
 OTHERS = {
-    "10x mtx: bytes": 6,
-    "10x mtx: cut": 4,
     "zarr v2: bytes": 5,
     "zarr v2: metadata": 8,
     "zarr v3: bytes": 5,
@@ -27,12 +25,10 @@ OTHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of anndata and scanpy, about the damage
+@pytest.mark.filterwarnings("ignore")  # of anndata, about the damage
 @pytest.mark.parametrize("case", OTHERS)
-def test_damaged_zarr_and_text(tmp_path: Path, case: str) -> None:
+def test_damaged_zarr(tmp_path: Path, case: str) -> None:
     kind, damage = case.split(": ")
-    if kind.startswith("10x"):
-        pytest.importorskip("scanpy")
     outcomes = list(check(kind, damage, OTHERS[case], tmp_path / "place"))
     assert len(outcomes) == OTHERS[case]
     assert "refused" in outcomes
@@ -40,7 +36,6 @@ def test_damaged_zarr_and_text(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.slow
 def test_damaged_hdf5(tmp_path: Path) -> None:
-    pytest.importorskip("scanpy")
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, str(TESTS / "damage.py"), str(tmp_path)],

@@ -25,15 +25,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import (
     SMALL,
-    TENX,
-    TENX_GENES,
-    TENX_KINDS,
     assert_same,
     counts,
     frame,
     full_anndata,
     layers_of,
-    write_10x_h5,
     write_h5ad,
 )
 
@@ -604,7 +600,7 @@ def text(path: Path) -> Path:
 
 
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "directory": (directory, "is a directory, but neither a Zarr group .* nor a 10x matrix"),
+    "directory": (directory, "is a directory, but not a Zarr group .*own_format.md"),
     "text": (text, "is not an HDF5 file"),
     "truncated": (half, "truncated"),
     "hdf5": (hdf5, "no obs and no var and no X.*It holds: matrix"),
@@ -656,50 +652,3 @@ def test_missing_and_forbidden_files(tmp_path: Path) -> None:
         pytest.skip("this user may read everything")
     with pytest.raises(errors.AccessDeniedError, match="not allowed to read"):
         open_inputs(path)
-
-
-# ---- 10x
-
-
-@pytest.mark.slow  # importing scanpy takes seconds
-@pytest.mark.parametrize("name", TENX)
-def test_10x(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("scanpy")
-    path = TENX[name](tmp_path / name, counts())
-    with only(open_inputs(path)) as one:
-        np.testing.assert_array_equal(values(one, "X"), counts().toarray())
-        assert list(one.var().index) == TENX_GENES
-        assert list(one.var()["gene_ids"]) == [f"ENSG{i}" for i in range(300)]
-        assert list(one.var()["feature_types"]) == TENX_KINDS
-        assert list(one.obs_names()) == [f"cell{i}" for i in range(60)]
-        assert (one.name, one.label) == (str(path), "plate")
-        assert one.bytes_in > 0
-        assert one.identity()["name"] == name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TENX)
-def test_10x_that_is_damaged(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("scanpy")
-    path = TENX[name](tmp_path / name, counts())
-    if path.is_dir():
-        (path / "barcodes.tsv.gz").unlink()
-    else:
-        with h5py.File(path, "r+") as file:
-            del file["matrix/features"]
-    with pytest.raises(errors.SourceError, match="cannot be read by scanpy as a 10x matrix"):
-        open_inputs(path)
-
-
-@pytest.mark.parametrize("name", TENX)
-def test_10x_without_scanpy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "scanpy", None)
-    path = TENX[name](tmp_path / name, counts())
-    with pytest.raises(errors.SourceError, match=r'pip install "zloader\[scanpy\]"'):
-        open_inputs(path)
-
-
-def test_10x_from_afar(tmp_path: Path, memory: Any) -> None:
-    memory.put_file(str(write_10x_h5(tmp_path / "a.h5", counts())), "/zloader-test/a.h5")
-    with pytest.raises(errors.SourceError, match="download it"):
-        open_inputs("memory://zloader-test/a.h5")

@@ -17,7 +17,7 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common.errors import AccessDeniedError, OptionError, SourceError, StoreError, StoreNotFoundError
 from zloader.conversion.convert import convert_to
-from zloader.conversion.sources import gene_lookup, list_rows
+from zloader.conversion.sources import list_rows, parquet
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -416,7 +416,7 @@ def test_wrong_names(tmp_path, monkeypatch, given):
     pq.write_table(no_cells, place)
     zl.convert(source(tmp_path, obs_names=None, **options), tmp_path / "b.zarr", progress=False)
     assert read(tmp_path / "b.zarr").shape == (0, N_GENES if given else 0)
-    monkeypatch.setattr(gene_lookup, "_MOST_NAMES", 1)
+    monkeypatch.setattr(parquet, "_MOST_NAMES", 1)
     pq.write_table(pa.table(made), place)
     with pytest.raises(SourceError, match="more than 1 names: are they those of genes"):
         zl.convert(source(tmp_path, obs_names=None, gene_metadata=None), tmp_path / "c.zarr", progress=False)

@@ -1,33 +1,30 @@
-"""Opening something that has to be converted: the error names the command, and that command works."""
+"""Opening something that has to be converted: the error says how, and that works."""
 
 from __future__ import annotations
 
-import gzip
 import re
 import shlex
 
 import h5py
-import numpy as np
 import pytest
 from helpers import check_minibatch, counts
+from sources import TENX
+from sources import counts as random_counts
 from typer.testing import CliRunner
 
 import zloader as zl
 from benchmarks.harness.s3 import Sim
 from zloader.commands.cli import app
-from zloader.common.errors import FormatError, OptionError, StoreNotFoundError
+from zloader.common.errors import FormatError, OptionError, SourceError, StoreNotFoundError
 
 ADATA = counts(20, 10)
 
 
-def write_10x(path):
-    """A 10x file of one cell and two genes."""
-    with h5py.File(path, "w") as file:
-        matrix = file.create_group("matrix")
-        matrix["barcodes"], matrix["shape"] = np.array([b"AAA"]), np.array([2, 1])
-        matrix["data"], matrix["indices"], matrix["indptr"] = np.array([3]), np.array([1]), np.array([0, 1])
-        for name in ("id", "name", "feature_type", "genome"):
-            matrix[f"features/{name}"] = np.array([b"a", b"b"])
+def write_old(path):
+    """An .h5ad file whose root does not say what it is, as those before AnnData 0.8."""
+    ADATA.write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        del file.attrs["encoding-type"]
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +37,8 @@ def root(tmp_path_factory):
         (bucket / name).parent.mkdir(exist_ok=True)
         ADATA.write_h5ad(bucket / name)
     for name in ("two words.h5", "cells.hdf5", "cells.data"):
-        write_10x(bucket / name)
+        write_old(bucket / name)
     (bucket / "notes.txt").write_text("hello")
-    (bucket / "10x").mkdir()
-    with gzip.open(bucket / "10x" / "matrix.mtx.gz", "wt") as matrix:
-        matrix.write("%%MatrixMarket matrix coordinate integer general\n2 1 1\n1 1 3\n")
-    with gzip.open(bucket / "10x" / "barcodes.tsv.gz", "wt") as barcodes:
-        barcodes.write("AAA\n")
-    with gzip.open(bucket / "10x" / "features.tsv.gz", "wt") as features:
-        features.write("id1\tg1\tGene Expression\nid2\tg2\tGene Expression\n")
     return folder
 
 
@@ -75,7 +65,6 @@ def advised(error):
         ("two words.h5", "is an HDF5 file, but not an .h5ad", "two words.h5", "two words.zarr"),
         ("cells.hdf5/", "is an HDF5 file, but not an .h5ad", "cells.hdf5", "cells.zarr"),
         ("cells.data", "is an HDF5 file, but not an .h5ad", "cells.data", "cells.data.zarr"),
-        ("10x", "is a 10x directory", "10x", "10x.zarr"),
     ],
 )
 def test_the_advised_command_makes_a_store(root, tmp_path, monkeypatch, name, kind, source, store):
@@ -85,7 +74,48 @@ def test_the_advised_command_makes_a_store(root, tmp_path, monkeypatch, name, ki
         zl.open_dataset(name)
     assert advised(caught.value) == (source, store)
     zl.convert(source, tmp_path / "made.zarr", progress=False)
-    assert zl.open_dataset(tmp_path / "made.zarr").n_obs == 1
+    assert zl.open_dataset(tmp_path / "made.zarr").n_obs == 20
+
+
+def verify(path):
+    (problem,) = zl.verify(path, progress=False).problems
+    raise FormatError(problem.what)
+
+
+OPENS = {"open_dataset": zl.open_dataset, "verify": verify, "convert": lambda path: zl.convert(path, "never.zarr")}
+
+
+@pytest.mark.slow  # importing scanpy takes seconds
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
+@pytest.mark.parametrize("opens", OPENS)
+@pytest.mark.parametrize("name", TENX)
+def test_the_advice_for_10x_makes_a_store(tmp_path, monkeypatch, name, opens):
+    monkeypatch.chdir(tmp_path)
+    TENX[name](tmp_path / name, random_counts())
+    with pytest.raises((FormatError, SourceError), match=r"plate\S* is a 10x (file|directory)\. ") as caught:
+        OPENS[opens](name)
+    exec(str(caught.value).partition("reads in Python: ")[2], {"zl": zl, "sc": pytest.importorskip("scanpy")})
+    assert zl.open_dataset("plate.zarr").shape == (60, 290)  # only genes, as scanpy reads it by default
+
+
+def test_10x_on_a_server_is_to_be_downloaded(tmp_path):
+    TENX["plate.h5"](tmp_path / "plate.h5", random_counts())
+    with Sim(root=tmp_path.parent) as running:
+        url = f"{running.url}/{tmp_path.name}/plate.h5"
+        for opens in (zl.open_dataset, OPENS["convert"]):
+            with pytest.raises((FormatError, SourceError), match=r"Download it, .*sc\.read_10x_h5\('plate\.h5'\)"):
+                opens(url)
+
+
+@pytest.mark.parametrize("opens", OPENS)
+@pytest.mark.parametrize(("mark", "name"), [("__tiledb_group.tdb", "SOMA"), ("header.sch", "SCDL")])
+def test_other_formats_lead_to_their_page(tmp_path, mark, name, opens, pytestconfig):
+    (tmp_path / "cells" / "more").mkdir(parents=True)
+    (tmp_path / "cells" / mark).touch()
+    (tmp_path / "cells" / "more" / "data").touch()
+    with pytest.raises((FormatError, SourceError), match=rf"cells is in the format {name}\. .*own_format\.md"):
+        OPENS[opens](tmp_path / "cells")
+    assert name in (pytestconfig.rootpath / "docs" / "howto" / "own_format.md").read_text()
 
 
 def test_a_folder_of_files_is_opened_by_a_glob(root):

@@ -13,7 +13,6 @@ import typer
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, GenesBy, Json, Url, genes_by_of
-from zloader.commands.format_flags import FormatFlags
 from zloader.common.errors import OptionError
 
 if TYPE_CHECKING:
@@ -23,7 +22,42 @@ if TYPE_CHECKING:
 
 _choice = functools.partial(typer.Option, rich_help_panel="What to store")
 _layout = functools.partial(typer.Option, rich_help_panel="How to store it")
+_of_parquet = functools.partial(typer.Option, rich_help_panel="Sources in Parquet")
 _NAMES = "Comma-separated names, or none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetFlags:
+    """The options of `zl.Parquet`."""
+
+    gene_metadata: Annotated[str | None, _of_parquet(metavar="FILE", help="Parquet file with a row for each gene.")] = (
+        None
+    )
+    lists: Annotated[
+        str | None,
+        _of_parquet(
+            metavar="GENES,VALUES",
+            help="Columns of lists: ids or names of genes, and values.",
+            show_default="genes,expressions",
+        ),
+    ] = None
+    gene_id: Annotated[
+        str | None,
+        _of_parquet(metavar="NAME", help="Column of --gene-metadata with the ids or names.", show_default="token_id"),
+    ] = None
+    obs_names: Annotated[
+        str | None, _of_parquet(metavar="NAME", help="Column with the names of cells.", show_default="numbers")
+    ] = None
+
+    def given_to(self, sources: list[str]) -> list[Any]:
+        """The sources, in Parquet if any of these options is given."""
+        lists = None if self.lists is None else tuple(name.strip() for name in self.lists.split(","))
+        given: dict[str, Any] = vars(self) | {"lists": lists}
+        if not any(value is not None for value in given.values()):
+            return list(sources)
+        from zloader.conversion.sources.parquet import Parquet
+
+        return [Parquet(source, **given) for source in sources]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +68,7 @@ class ConvertFlags:
         list[str],
         typer.Argument(
             metavar="SRC...",
-            help="Paths, URLs or globs of .h5ad, .h5mu, AnnData or MuData Zarr, annbatch collections, 10x .h5 or .mtx "
-            "directories, Parquet files, SOMA experiments, SLAF or SCDL.",
+            help="Paths, URLs or globs of .h5ad, .h5mu, AnnData or MuData Zarr, annbatch collections, Parquet files.",
             show_default=False,
         ),
     ]
@@ -83,14 +116,10 @@ class ConvertFlags:
     shuffle_seed: Annotated[
         int | None, _layout("--shuffle", metavar="SEED", help="Shuffle the rows with this seed.")
     ] = None
-    order: Annotated[
-        str | None,
-        _layout(metavar="hilbert:NAME", help="Order the rows along a curve through obsm/NAME."),
-    ] = None
     memory: Annotated[
         str | None, _layout(metavar="SIZE", help="Memory limit of the whole process.", show_default="1GiB")
     ] = None
-    formats: FormatFlags = field(default_factory=FormatFlags)
+    parquet: ParquetFlags = field(default_factory=ParquetFlags)
     access: Access = field(default_factory=Access)
     as_json: Json = False
 
@@ -117,7 +146,7 @@ class ConvertFlags:
         """How they are stored. What is not given has the default of `zl.ConvertOptions`."""
         from zloader.conversion.writing.encode import ConvertOptions
 
-        names = ("chunk_rows", "shard_size", "codec", "preserve_dtype", "memory", "shuffle_seed", "order")
+        names = ("chunk_rows", "shard_size", "codec", "preserve_dtype", "memory", "shuffle_seed")
         given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         return ConvertOptions(**given)
 
@@ -143,7 +172,7 @@ def convert(flags: ConvertFlags) -> None:
     from zloader.conversion.convert import convert as convert_sources
 
     done = convert_sources(
-        flags.formats.given_to(flags.sources),
+        flags.parquet.given_to(flags.sources),
         flags.dest,
         select=flags.selection,
         storage_options=flags.access.storage_options,
@@ -166,7 +195,7 @@ class VerifyFlags:
     ] = None
     genes_by: GenesBy = None
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of the whole process.")] = "1GiB"
-    formats: FormatFlags = field(default_factory=FormatFlags)
+    parquet: ParquetFlags = field(default_factory=ParquetFlags)
     access: Access = field(default_factory=Access)
     as_json: Json = False
 
@@ -182,7 +211,7 @@ def verify(flags: VerifyFlags) -> None:
 
     verified = verify_store(
         flags.url,
-        against=flags.formats.given_to(flags.against or []) or None,
+        against=flags.parquet.given_to(flags.against or []) or None,
         genes_by=genes_by_of(flags.genes_by),
         storage_options=flags.access.storage_options,
         memory=flags.memory,

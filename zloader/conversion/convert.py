@@ -104,12 +104,11 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
 ) -> ConversionReport:
     """Converts one or more AnnData or MuData into a single sharded Zarr v3 store at a local path or `s3://` URL.
 
-    A source is an .h5ad file, an AnnData Zarr (v2 or v3), an annbatch collection, a 10x .h5 file, a 10x .mtx directory
-    (both need scanpy), a MuData such as `cite.h5mu` or one of its modalities, `cite.h5mu/rna`, `zl.Parquet`, `zl.Soma`,
-    an AnnData in memory, or a `zl.RowSource`, which reads a format of your own. Files are given as local paths, fsspec
-    URLs or globs. Several are joined like `anndata.concat` joins them, and MuData by modality; `select` chooses the
-    parts and genes to store (see `Selection`). A mapping such as `{"human": a, "mouse": b}` gives the sources labels,
-    which `Selection(source_column=...)` stores.
+    A source is an .h5ad file, an AnnData Zarr (v2 or v3), an annbatch collection, a MuData such as `cite.h5mu` or one
+    of its modalities, `cite.h5mu/rna`, `zl.Parquet`, an AnnData in memory, or a `zl.RowSource`, which reads a format of
+    your own. Files are given as local paths, fsspec URLs or globs. Several are joined like `anndata.concat` joins them,
+    and MuData by modality; `select` chooses the parts and genes to store (see `Selection`). A mapping such as
+    `{"human": a, "mouse": b}` gives the sources labels, which `Selection(source_column=...)` stores.
 
     >>> import zloader as zl
     >>> report = zl.convert("pbmc.h5ad", "pbmc.zarr")

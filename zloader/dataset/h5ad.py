@@ -19,6 +19,7 @@ from zloader.caching.kept_objects import MAX_BYTES, load_object, may_be_decoded,
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.locks import cached_property
 from zloader.common.options import Cache
+from zloader.common.other_formats import conversion_of_10x
 from zloader.dataset.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
 from zloader.dataset.modalities import MUDATA
 from zloader.dataset.store import OpenedStore
@@ -74,11 +75,13 @@ class OpenedFile(OpenedStore):
 
     def require_anndata(self) -> None:
         """Raises FormatError if the file is not an AnnData of version 0.8 or later."""
-        encoding = self.root.attrs.get("encoding-type")
+        encoding, url, nodes = self.root.attrs.get("encoding-type"), self.location.url, self.index.nodes
+        if any(path.endswith("/barcodes") and path.replace("/barcodes", "/indptr") in nodes for path in nodes):
+            raise FormatError(f"{url} is a 10x file. {conversion_of_10x(url, 'read_10x_h5')}")
         if encoding not in ("anndata", MUDATA):
             raise FormatError(
-                f"{self.location.url} is an HDF5 file, but not an .h5ad file of AnnData 0.8 or later: its root has "
-                f"encoding-type {encoding!r}, not 'anndata'. {conversion_of(self.location)}"
+                f"{url} is an HDF5 file, but not an .h5ad file of AnnData 0.8 or later: its root has encoding-type "
+                f"{encoding!r}, not 'anndata'. {conversion_of(self.location)}"
             )
         super().require_anndata()
 

@@ -2,7 +2,7 @@
 
 A URL leads to one AnnData store or .h5ad file, or to an annbatch collection, whose `dataset_0`, `dataset_1`, ... are
 AnnData stores. Opening costs one listing per URL and one metadata object per store, and reads no values. A source that
-must be converted first, such as a 10x directory, is refused with the command that converts it.
+must be converted first, such as a 10x directory, is refused with how to convert it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import Cache
-from zloader.dataset.h5ad import OpenedFile, conversion_of
+from zloader.common.other_formats import conversion_of_folder
+from zloader.dataset.h5ad import OpenedFile
 from zloader.dataset.manifest import is_manifest, read_manifest
 from zloader.dataset.store import OpenedStore
 from zloader.dataset.store_stack import stacks_of
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_MATRIX_FILES = {"matrix.mtx", "matrix.mtx.gz"}  # of a 10x directory
 _STORE_OBJECTS = {"zarr.json", ".zgroup", "zloader.partial"}
 
 
 def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
-    """Raises FormatError for a single file, a 10x directory, or a directory that contains only .h5ad files.
+    """Raises FormatError for a single file, a directory in another format, or one that contains only .h5ad files.
 
-    `keys` are the keys of the location's listing. The message includes the command that converts the source, if any.
+    `keys` are the keys of the location's listing. The message says how the source is converted.
     """
     url, present = location.url.rstrip("/"), set(keys)
     if present == {""}:
         if _is_hdf5(location):
             return
         raise FormatError(f"{url} is a single file, but a Zarr store is a directory: if it is an archive, unpack it")
-    if present & _MATRIX_FILES and not present & _STORE_OBJECTS:
-        raise FormatError(f"{url} is a 10x directory, not a Zarr store. {conversion_of(location)}")
+    if not present & _STORE_OBJECTS and (
+        advice := conversion_of_folder(url, {key.partition("/")[0] for key in present})
+    ):
+        raise FormatError(advice)
     if all(re.fullmatch(r"[^/]+\.h5ad", key) for key in keys):
         raise FormatError(f"{url} contains .h5ad files, not a Zarr store: open them with the glob '{url}/*.h5ad'")
 

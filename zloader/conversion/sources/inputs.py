@@ -1,4 +1,4 @@
-"""Open sources: .h5ad, AnnData Zarr, annbatch collections, 10x matrices (read by scanpy), and AnnData in memory.
+"""Open sources: .h5ad, AnnData Zarr, annbatch collections, Parquet files, a RowSource, and AnnData in memory.
 
 `Problems` collects what is wrong with them, so that one error reports it all.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,24 +23,20 @@ from zloader.access.location import Location
 from zloader.access.zarr_groups import arrays_below, open_zarr_group, require_objects, stored_keys
 from zloader.common.errors import OptionError, SourceError, ZloaderError
 from zloader.common.messages import listed
+from zloader.common.other_formats import conversion_of_10x, conversion_of_folder
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
 from zloader.conversion.sources.modality import ModalityInput, MuDataInput, is_mudata, split_modality, whole_of
 from zloader.conversion.sources.nodes import Node, reading
 from zloader.conversion.sources.parquet import Parquet
-from zloader.conversion.sources.row_source import RowInput, RowSource
-from zloader.conversion.sources.scdl import Scdl
-from zloader.conversion.sources.slaf import Slaf
-from zloader.conversion.sources.soma import Soma
-from zloader.conversion.sources.source_format import SourceFormat, library
+from zloader.conversion.sources.row_source import OwnRows, RowSource
 
 __all__ = ["Input", "Source", "Sources", "open_inputs"]
 
-Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource | SourceFormat
+Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource | Parquet
 Sources: TypeAlias = Source | Sequence[Source] | Mapping[str, Source]  # a mapping has the labels of the sources
 
-_FORMATS: Sequence[type[SourceFormat]] = (Parquet, Soma, Slaf, Scdl)
-_ONE = (str, os.PathLike, ad.AnnData, RowSource, SourceFormat)
+_ONE = (str, os.PathLike, ad.AnnData, RowSource, Parquet)
 _COLLECTION = "annbatch-preshuffled"
 _NOT_A_LIST = (str, bytes, os.PathLike, ad.AnnData, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)
 
@@ -50,8 +45,8 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     """Opens sources, in order: paths, URLs of any fsspec scheme, globs, and AnnData objects, or a mapping by label.
 
     A glob gives one Input per match, sorted; an annbatch collection gives one Input per dataset. If a label stands for
-    several, it comes before their own labels: `human/plate1`. `storage_options` are
-    the fsspec options for remote sources. Only metadata are read, except for 10x matrices, which are read as a whole.
+    several, it comes before their own labels: `human/plate1`. `storage_options` are the fsspec options for remote
+    sources. Only metadata are read.
     Raises StoreNotFoundError, AccessDeniedError, SourceError, OptionError or ReadError.
     """
     alone = isinstance(sources, _ONE)
@@ -66,8 +61,8 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     for source in given:
         if not isinstance(source, _ONE):
             raise OptionError(
-                "sources must be paths, URLs, AnnData in memory, zl.Parquet, zl.Soma or a zl.RowSource, a list of "
-                f"them, or a mapping from labels to them, not {type(source).__name__}"
+                "sources must be paths, URLs, AnnData in memory, zl.Parquet or a zl.RowSource, a list of them, or "
+                f"a mapping from labels to them, not {type(source).__name__}"
             )
     cache = BlockCache()
     with contextlib.ExitStack() as opened:
@@ -78,7 +73,7 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
                 which = f"source {number}" if label is None else repr(label)
                 inputs.append(MemoryInput(source, "the AnnData in memory" + f" ({which})" * (not alone), "adata"))
             elif isinstance(source, RowSource):
-                inputs.append(RowInput.of_rows(source, type(source).__name__ + f" (source {number})" * (not alone)))
+                inputs.append(OwnRows(source, type(source).__name__ + f" (source {number})" * (not alone)))
             else:
                 inputs.extend(map(opened.enter_context, _located(source, storage_options or {}, cache)))
             for one in inputs[first:] if label is not None else []:
@@ -117,13 +112,11 @@ def _make_labels_unique(inputs: Iterable[Input]) -> None:
 
 
 def _located(source: Any, storage_options: Mapping[str, Any], cache: BlockCache) -> Iterator[Input]:
-    """The sources that a SourceFormat, a path, a URL or a glob names."""
-    if isinstance(source, SourceFormat):
+    """The sources that a Parquet, a path, a URL or a glob names."""
+    if not isinstance(source, Parquet) and os.fspath(source).endswith(".parquet"):
+        source = Parquet(source)
+    if isinstance(source, Parquet):
         yield source.open(storage_options)
-        return
-    named = next((kind for kind in _FORMATS if kind.is_named(os.fspath(source))), None)
-    if named is not None:
-        yield named(source).open(storage_options)
         return
     file, modality = split_modality(os.fspath(source))
     for location in source_locations(file, storage_options):
@@ -133,28 +126,25 @@ def _located(source: Any, storage_options: Mapping[str, Any], cache: BlockCache)
 def _open(location: SourceLocation, cache: BlockCache, modality: str | None) -> Iterator[Input]:
     if location.has("zarr.json", ".zgroup"):
         yield from _open_zarr(*_whole_and_modality(location, modality))
-    elif location.entry()["type"] != "directory":
+        return
+    if location.entry()["type"] != "directory":
         yield _open_hdf5(location, cache, modality)
-    elif location.has(*MATRIX_FILES):
-        yield _in_memory(location, "read_10x_mtx")
-    elif kind := next((kind for kind in _FORMATS if kind.is_in(location.names())), None):
-        yield kind(location.url).open(location.storage_options)
-    else:
+        return
+    names = location.names()
+    if not any(name.endswith(".parquet") for name in names):
         raise SourceError(
-            f"{location.name} is a directory, but neither a Zarr group (there is no zarr.json or .zgroup: perhaps its "
-            f"conversion did not finish) nor a 10x matrix (there is no {' or '.join(MATRIX_FILES)}), and has no "
-            f"{' or '.join(kind.marks[0] for kind in _FORMATS)}"
+            conversion_of_folder(location.name, names)
+            or f"{location.name} is a directory, but not a Zarr group (there is no zarr.json or .zgroup: perhaps its "
+            "conversion did not finish), and has no .parquet files. Other formats are read by a zl.RowSource of yours, "
+            "see docs/howto/own_format.md"
         )
+    yield Parquet(location.url).open(location.storage_options)
 
 
 def _whole_and_modality(location: SourceLocation, modality: str | None) -> tuple[SourceLocation, str | None]:
     """The MuData Zarr that a location is within, and the modality; the location itself if it is not in one."""
     above = whole_of(location)
     return above if above is not None and above[0].has("zarr.json", ".zgroup") else (location, modality)
-
-
-def _in_memory(location: SourceLocation, reader: str) -> Input:
-    return MemoryInput(read_10x(location, reader), location.name, location.label, objects=location.objects())
 
 
 def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None) -> Input:
@@ -171,8 +161,8 @@ def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None
             raise SourceError(f"{location.name} cannot be opened ({error}): was it truncated during a copy?") from error
     with contextlib.ExitStack() as opened:
         opened.enter_context(file)
-        if is_10x(Node(file, location.name)):
-            return _in_memory(location, "read_10x_h5")
+        if _is_10x(Node(file, location.name)):
+            raise SourceError(f"{location.name} is a 10x file. {conversion_of_10x(location.name, 'read_10x_h5')}")
         found: Input
         if modality is not None:
             found = ModalityInput(file, location, modality, objects=location.objects(), close=file.close)
@@ -182,6 +172,12 @@ def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None
             found = StoredInput(file, location.name, location.label, objects=location.objects(), close=file.close)
         opened.pop_all()
     return found
+
+
+def _is_10x(file: Node) -> bool:
+    """Whether Cell Ranger wrote an HDF5 file: version 3 or later, or older with one group per genome."""
+    groups = (file[name] for name in file.names())
+    return any(not group.is_array and "barcodes" in group and "indptr" in group for group in groups)
 
 
 def _open_zarr(location: SourceLocation, modality: str | None) -> list[Input]:
@@ -218,30 +214,6 @@ def _open_zarr(location: SourceLocation, modality: str | None) -> list[Input]:
             group = root[dataset]
         inputs.append(StoredInput(group, f"{location.name}/{dataset}", f"{location.label}/{dataset}", objects=own))
     return inputs
-
-
-MATRIX_FILES = ("matrix.mtx", "matrix.mtx.gz")
-
-
-def is_10x(file: Node) -> bool:
-    """Whether an HDF5 file was written by Cell Ranger: version 3 or later, or older with one group per genome."""
-    groups = (file[name] for name in file.names())
-    return any(not group.is_array and "barcodes" in group and "indptr" in group for group in groups)
-
-
-def read_10x(location: SourceLocation, reader: str) -> Any:
-    """The whole matrix as an AnnData, through scanpy's `read_10x_h5` or `read_10x_mtx`.
-
-    All features are kept, not only gene expression. Gene names are unchanged, even if some are repeated.
-    Raises SourceError.
-    """
-    if not location.is_local:
-        raise SourceError(f"{location.name} holds a 10x matrix, which can only be read from a local disk: download it")
-    scanpy = library("scanpy", source=f"{location.name} holds a 10x matrix, which", extra="scanpy")
-    keep_all = {"gex_only": False} if reader == "read_10x_h5" else {"gex_only": False, "make_unique": False}
-    with reading(location.name, "cannot be read by scanpy as a 10x matrix"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # repeated names are reported when genes are joined
-        return getattr(scanpy, reader)(location.path, **keep_all)
 
 
 class Problems:

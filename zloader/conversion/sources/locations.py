@@ -38,7 +38,7 @@ Objects = list[tuple[str, int, str]]  # relative name, size in bytes, and a tag 
 
 # The names that file systems use for a tag that changes with the content; the first one present is used.
 _TAGS = ("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified", "updated", "created", "blob_id")
-_SUFFIXES = (".h5ad", ".h5mu", ".zarr", ".h5", ".hdf5", ".parquet", ".soma", ".slaf")
+_SUFFIXES = (".h5ad", ".h5mu", ".zarr", ".h5", ".hdf5", ".parquet")
 
 
 @dataclass(frozen=True, kw_only=True)

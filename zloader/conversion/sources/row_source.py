@@ -1,20 +1,21 @@
 """`zl.RowSource`: a format of the user's own as a source of a conversion, read some rows at a time.
 
-Formats that zloader knows are read through the same port, in blocks of rows, see BlockSource.
+`RowInput` is a source whose X is read in blocks of rows: that of a RowSource, or of Parquet files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse
-from numpy.typing import NDArray
 
 from zloader.common.errors import SourceError
+from zloader.common.locks import cached_property
 from zloader.conversion.sources.anndata_input import Input
 from zloader.conversion.sources.locations import Objects
 from zloader.conversion.sources.nodes import Node, reading, require_text
@@ -62,128 +63,79 @@ class RowSource(Protocol):
         """The counts of cells `start` to `stop - 1`, cells x genes."""
 
 
-def csr_of(values: NDArray[Any], genes: NDArray[Any], indptr: NDArray[Any], n_genes: int) -> Any:
-    """A CSR matrix of these arrays. float16, which scipy lacks, becomes float32."""
-    values = values.astype(np.float32) if values.dtype == np.float16 else values
-    return scipy.sparse.csr_matrix((values, genes, indptr), (len(indptr) - 1, n_genes))
+class RowInput(Input):
+    """A source with obs, var and X, which is read in blocks of rows. Its var is in memory.
 
-
-class ObsTable(Protocol):
-    """obs read one column at a time. A data frame is one."""
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """The names of the columns."""
-
-    @property
-    def index(self) -> pd.Index:
-        """The names of the cells."""
-
-    def __getitem__(self, name: str) -> pd.Series:
-        """A column."""
-
-
-class Blocks(Protocol):
-    """A matrix in blocks of rows, in order, each block once per pass.
-
-    `n_values` is at least the number of stored values, or None.
+    `n_values` is at least the number of stored values, or None. `fingerprint` changes when the cells change, or what is
+    read of them.
     """
 
-    n_values: int | None
+    has_raw = False
 
+    def __init__(
+        self, name: str, label: str, var: pd.DataFrame, *, obs_columns: Sequence[str], objects: Objects | None = None
+    ) -> None:
+        super().__init__(name, label, objects or [])
+        self._var = ad.AnnData(var=var).var  # names as anndata has them
+        self.n_genes = len(var)
+        self.n_values: int | None = None
+        self.fingerprint: str | None = None
+        self.obs_columns = list(obs_columns)
+        require_text(f"obs of {name}", self.obs_columns)
+
+    @abstractmethod
     def blocks(self, first_row: int) -> Iterator[Any]:
-        """The rows from `first_row` on, as CSR matrices of consecutive rows in one dtype."""
+        """The rows from `first_row` on, as CSR matrices of consecutive rows, all with the dtypes of the first."""
+
+    def identity(self) -> dict[str, Any]:
+        name = self.name.rstrip("/").rpartition("/")[2]
+        stored = {"name": name, "bytes": self.bytes_in, "digest": str(self.fingerprint)}
+        return {} if self.fingerprint is None else stored
+
+    def var(self, raw: bool = False) -> pd.DataFrame:
+        return self._var
+
+    def keys(self, part: str) -> list[str]:
+        return []
+
+    def __contains__(self, path: str) -> bool:
+        return path == "X"
+
+    def node(self, path: str) -> Node:
+        part, _, name = path.partition("/")
+        if part != "obs" or name not in self.obs_columns:
+            raise self._missing(path, ["X", "obs", "var"])
+        return Node(self.obs_column(name), self.name, path)
+
+    def element(self, path: str) -> Any:
+        return self.node(path).native
+
+    @cached_property
+    def _like(self) -> Any:
+        """No rows, in the dtypes of all blocks."""
+        with reading(self.name, needs=_NEEDS):
+            first = next(self.blocks(0), None) if self.n_rows else None
+        return scipy.sparse.csr_matrix((0, self.n_genes), dtype=np.float32) if first is None else first[:0]
+
+    def matrix(self, path: str, name: str, *, shape: tuple[int, int], window_bytes: int) -> SourceMatrix:
+        if path != "X":
+            raise self._missing(path, ["X", "obs", "var"])
+        return _RowMatrix(self, name, self._like, window_bytes)
 
 
-class BlockSource(Blocks, Protocol):
-    """What RowInput reads: cells whose X is in blocks of rows.
-
-    `fingerprint` changes when the cells change, or what is read of them.
-    """
-
-    n_obs: int
-    var: pd.DataFrame
-    fingerprint: str | None
-
-    @property
-    def obs(self) -> ObsTable:
-        """obs."""
-
-    def close(self) -> None:
-        """Closes files."""
-
-
-class _RowBlocks:
-    """A RowSource as a BlockSource: about the same bytes per block."""
+class OwnRows(RowInput):
+    """A RowSource: about the same bytes per block."""
 
     def __init__(self, source: RowSource, name: str) -> None:
-        self._source, self._at = source, f"{name}: rows"
-        self.n_obs, self.obs, self.var = source.n_obs, source.obs, source.var
-        self.n_values: int | None = getattr(source, "n_values", None)
-        self.fingerprint: str | None = getattr(source, "fingerprint", None)
         for frame in ("obs", "var"):
             if not isinstance(getattr(source, frame), pd.DataFrame):
                 raise SourceError(f"{frame} of {name} is a {type(getattr(source, frame)).__name__}, not a data frame")
         if len(source.obs) != source.n_obs:
             raise SourceError(f"{name} has n_obs={source.n_obs!r}, but obs has {len(source.obs)} rows")
-
-    def blocks(self, first_row: int) -> Iterator[Any]:
-        start, step = first_row, _FIRST_ROWS
-        while start < self.n_obs:
-            stop = min(start + step, self.n_obs)
-            counts = self._source.rows(start, stop)
-            if not scipy.sparse.issparse(counts) or counts.format != "csr":
-                at = f"{self._at}({start}, {stop})"
-                raise SourceError(f"{at} returned a {type(counts).__name__}, not a CSR matrix of scipy.sparse")
-            if counts.shape != (stop - start, len(self.var)):
-                at = f"{self._at}({start}, {stop})"
-                raise SourceError(f"{at} returned {counts.shape}, not {(stop - start, len(self.var))}: cells x genes")
-            yield counts
-            row_bytes = (counts.data.nbytes + counts.indices.nbytes) / (stop - start)
-            start, step = stop, max(1, int(MOST_BYTES / max(_ROW_BYTES, row_bytes)))
-
-    def close(self) -> None:
-        """Files that the user has opened are the user's."""
-
-
-class RowInput(Input):
-    """A source that is read in blocks of rows, with `layers` of the same cells and genes. Its var is in memory."""
-
-    has_raw = False
-
-    def __init__(
-        self,
-        source: BlockSource,
-        name: str,
-        label: str,
-        *,
-        objects: Objects | None = None,
-        layers: Mapping[str, Blocks] | None = None,
-    ) -> None:
-        super().__init__(name, label, objects or [])
-        self._source = source
-        self._matrices: dict[str, Blocks] = {f"layers/{layer}": found for layer, found in (layers or {}).items()}
-        self._matrices["X"] = source
-        self._first_blocks: dict[str, Any] = {}
-        obs = source.obs
-        self._obs = ad.AnnData(obs=obs).obs if isinstance(obs, pd.DataFrame) else obs  # names as anndata has them
-        self._var = ad.AnnData(var=source.var).var
-        self.n_rows, self.n_genes = source.n_obs, len(source.var)
-        self.obs_columns = list(obs.columns)
-        require_text(f"obs of {name}", self.obs_columns)
-
-    @classmethod
-    def of_rows(cls, source: RowSource, name: str) -> RowInput:
-        """A source of the user's own."""
-        return cls(_RowBlocks(source, name), name, type(source).__name__)
-
-    def identity(self) -> dict[str, Any]:
-        fingerprint = self._source.fingerprint
-        name = self.name.rstrip("/").rpartition("/")[2]
-        return {} if fingerprint is None else {"name": name, "bytes": self.bytes_in, "digest": str(fingerprint)}
-
-    def close(self) -> None:
-        self._source.close()
+        super().__init__(name, type(source).__name__, source.var, obs_columns=source.obs.columns)
+        self._source, self._obs, self.n_rows = source, ad.AnnData(obs=source.obs).obs, source.n_obs
+        self.n_values = getattr(source, "n_values", None)
+        self.fingerprint = getattr(source, "fingerprint", None)
 
     def obs_names(self) -> pd.Index:
         return self._obs.index
@@ -194,52 +146,29 @@ class RowInput(Input):
             raise SourceError(f"{self.name} has several obs columns named {name!r}: make their names unique")
         return column.reset_index(drop=True)
 
-    def var(self, raw: bool = False) -> pd.DataFrame:
-        return self._var
-
-    def keys(self, part: str) -> list[str]:
-        return sorted(path.partition("/")[2] for path in self._matrices if path.startswith(f"{part}/"))
-
-    def __contains__(self, path: str) -> bool:
-        return path in self._matrices
-
-    def node(self, path: str) -> Node:
-        part, _, name = path.partition("/")
-        if part != "obs" or name not in self.obs_columns:
-            raise self._missing(path, [*self._matrices, "obs", "var"])
-        return Node(self.obs_column(name), self.name, path)
-
-    def element(self, path: str) -> Any:
-        return self.node(path).native
-
-    def _first(self, path: str) -> Any:
-        """No rows, in the dtypes of all blocks of a matrix."""
-        if path not in self._first_blocks:
-            with reading(self.name, needs=_NEEDS):
-                first = next(self._matrices[path].blocks(0), None) if self.n_rows else None
-            empty = scipy.sparse.csr_matrix((0, self.n_genes), dtype=np.float32)
-            self._first_blocks[path] = empty if first is None else first[:0]
-        return self._first_blocks[path]
-
-    def matrix(self, path: str, name: str, *, shape: tuple[int, int], window_bytes: int) -> SourceMatrix:
-        if path not in self._matrices:
-            raise self._missing(path, [*self._matrices, "obs", "var"])
-        at = f"{self.name}: {'rows' if path == 'X' else path}"
-        like, own_shape = self._first(path), (self.n_rows, self.n_genes)
-        return _RowMatrix(self._matrices[path], at, name, like, shape=own_shape, window_bytes=window_bytes)
+    def blocks(self, first_row: int) -> Iterator[Any]:
+        start, step = first_row, _FIRST_ROWS
+        while start < self.n_rows:
+            stop = min(start + step, self.n_rows)
+            counts, at = self._source.rows(start, stop), f"{self.name}: rows({start}, {stop})"
+            if not scipy.sparse.issparse(counts) or counts.format != "csr":
+                raise SourceError(f"{at} returned a {type(counts).__name__}, not a CSR matrix of scipy.sparse")
+            if counts.shape != (stop - start, self.n_genes):
+                raise SourceError(f"{at} returned {counts.shape}, not {(stop - start, self.n_genes)}: cells x genes")
+            yield counts
+            row_bytes = (counts.data.nbytes + counts.indices.nbytes) / (stop - start)
+            start, step = stop, max(1, int(MOST_BYTES / max(_ROW_BYTES, row_bytes)))
 
 
 class _RowMatrix(SourceMatrix):
-    """A matrix in blocks. `like` has their dtypes."""
+    """The X of a source. `like` has the dtypes of its blocks."""
 
     encoding = "csr"
     indptr_dtype = np.dtype(np.int64)
 
-    def __init__(
-        self, blocks: Blocks, at: str, name: str, like: Any, *, shape: tuple[int, int], window_bytes: int
-    ) -> None:
-        super().__init__(name, n_rows=shape[0], n_genes=shape[1])
-        self._source, self._at, self.n_stored = blocks, at, blocks.n_values
+    def __init__(self, source: RowInput, name: str, like: Any, window_bytes: int) -> None:
+        super().__init__(name, n_rows=source.n_rows, n_genes=source.n_genes)
+        self._source, self._at, self.n_stored = source, f"{source.name}: rows", source.n_values
         self.dtype, self.genes_dtype = like.dtype, like.indices.dtype
         self._most = max(1, min(window_bytes, MOST_BYTES) // (self.dtype.itemsize + self.genes_dtype.itemsize))
 
