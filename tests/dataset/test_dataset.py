@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -283,6 +284,46 @@ def test_no_server_at_the_endpoint():
 def test_urls_that_make_no_sense(url):
     with pytest.raises(OptionError, match="cannot open"):
         zl.open_dataset(url)
+
+
+def _convert_into(url: str) -> None:
+    zl.convert(ad.AnnData(np.eye(2)), url, progress=False)
+
+
+def _convert_from(path: str) -> None:
+    zl.convert(path, "never.zarr", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("use", "url", "says"),
+    [
+        (zl.open_dataset, "s3://bucket/back\\slash/o.zarr", "takes a backslash in a key for a slash"),
+        (_convert_into, "s3://bucket/back\\slash/o.zarr", "takes a backslash in a key for a slash"),
+        (zl.open_dataset, "~nobody-here/x.zarr", "Give an absolute path"),
+        (_convert_into, "~nobody-here/x.zarr", "Give an absolute path"),
+        (_convert_from, "~nobody-here/x.h5ad", "Give an absolute path"),
+        (zl.Cache, "~nobody-here/cache", "Give an absolute path"),
+    ],
+)
+def test_places_that_cannot_be(use, url, says):
+    with pytest.raises(OptionError, match=says):
+        use(url)
+
+
+@pytest.mark.parametrize("form", ["zarr", "h5ad"])
+def test_a_relative_path_stays_that_of_the_working_directory_in_which_it_was_opened(store, tmp_path, monkeypatch, form):
+    source = store if form == "zarr" else tmp_path / "cells.h5ad"
+    if form == "h5ad":
+        ad.read_zarr(store).write_h5ad(source)
+    monkeypatch.chdir(source.parent)
+    dataset = zl.open_dataset(source.name, cache="cache")
+    pickled = pickle.dumps(dataset)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for opened in (dataset, pickle.loads(pickled)):
+        assert sum(len(minibatch) for minibatch in zl.Loader(opened, obs=["cell_type"])) == dataset.n_obs
+        assert opened.take([0]).n_obs == 1
+    assert not [*Path.cwd().iterdir()]
 
 
 def test_directories_that_are_no_anndata_store(tmp_path):

@@ -49,8 +49,17 @@ def _compare(left: pd.Series, order: str, right: object) -> pd.Series:
 @st.composite
 def terms(draw) -> tuple[str, object]:
     """A comparison as text, and the equivalent function of a frame."""
-    kind = draw(st.sampled_from(["label", "labels", "number", "turned", "numbers", "columns", "chain", "flag"]))
+    kind = draw(
+        st.sampled_from(["label", "labels", "number", "turned", "numbers", "columns", "chain", "flag", "presence"])
+    )
     name, order = draw(NUMERIC), draw(st.sampled_from(sorted(ORDERS)))
+    if kind == "presence":
+        name = draw(st.sampled_from(["cell_type", "percent.mt", "lane", "passed"]))
+        absent = draw(st.sampled_from([".isna()", ".isnull()", " is None", " == None"]))
+        present = draw(st.sampled_from([".notna()", ".notnull()", " is not None", " != None"]))
+        if draw(st.booleans()):
+            return f"{name}{present}", lambda frame: frame[name].notna().astype("boolean")
+        return f"{name}{absent}", lambda frame: frame[name].isna().astype("boolean")
     if kind == "flag":
         return "passed", lambda frame: frame["passed"]
     if kind == "label":
@@ -144,7 +153,13 @@ def test_a_row_without_a_value_is_in_no_comparison_whichever_way_it_is_put():
         ("cell_type == lane", "only if both hold numbers"),
         ("lane == 'a'", "holds numbers, and 'a' is a string"),
         ("lane", "does not hold booleans"),
-        ("lane == None", "a string or a number is needed"),
+        ("lane < None", "a string or a number is needed"),
+        ("lane in [None]", "a string or a number is needed"),
+        ("lane is 3", "only obs columns can be compared"),
+        ("lane.notna(1)", "only comparisons of obs columns"),
+        ("lane.mean() == 3", "only obs columns can be compared"),
+        ("(lane == 3).notna()", "only an obs column can be asked whether it has values"),
+        ("None is None", "only an obs column can be asked whether it has values"),
         ("lane is 1", "can be compared, with"),
         ("1 < 2", "only obs columns can be compared"),
         ("lane in 'abc'", "a list of constants"),

@@ -23,6 +23,7 @@ import zarr.storage
 
 from zloader.access.schemes import SCHEMES, Scheme
 from zloader.access.stored_objects import Listing, StoredObject, find_file, list_files
+from zloader.common.checks import absolute_path
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.messages import reason_of, suggestion
 
@@ -47,6 +48,7 @@ class Location:
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     revision: str = ""
+    folder: str = field(default="", repr=False)  # to which a relative path belongs: that of the process when it is made
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url or "\0" in self.url:
@@ -67,6 +69,11 @@ class Location:
         if scheme != "file":
             self.kind.require_url(authority, shown)
         self._require_address(shown)
+        if scheme == "file":
+            object.__setattr__(self, "folder", self.folder or str(absolute_path(".")))
+            absolute_path(self._bare)
+        elif "\\" in self.path:
+            raise OptionError(f"cannot open {shown!r}: zarr takes a backslash in a key for a slash. Write a slash")
         steps = self.path.split("/") if scheme != "file" else []
         if not {".", ".."}.isdisjoint(steps) or (not self.is_web and "" in steps):
             raise OptionError(f"cannot open {shown!r}: no part of an object's key can be '.', '..' or empty")
@@ -101,10 +108,13 @@ class Location:
         It has no trailing slash.
         """
         if self.scheme == "file":
-            bare = unquote(urlsplit(self.url).path) if "://" in self.url else self.url
-            return str(Path(bare).expanduser().absolute())
+            return str(self.folder / Path(self._bare).expanduser())
         rest = self.url.partition("://")[2].strip("/")
         return f"{self.scheme}://{unquote(rest)}" if self.is_web else self.kind.path(self, rest)
+
+    @property
+    def _bare(self) -> str:
+        return unquote(urlsplit(self.url).path) if "://" in self.url else self.url
 
     @property
     def address(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -28,6 +29,14 @@ def parse_size(size: int | str, option: str = "") -> int:
             "'64 MB' or '2G' (powers of 1000) or '256MiB' (powers of 1024)"
         )
     return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
+
+
+def absolute_path(path: str) -> Path:
+    """The path below the working directory, with `~` expanded. Raises OptionError for one that has no meaning here."""
+    try:
+        return Path(path).expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # no such user, or the working directory was deleted
+        raise OptionError(f"cannot tell where {path!r} is: {error}. Give an absolute path") from error
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from zloader.common.checks import (
     MAX_COUNT,
+    absolute_path,
     parse_size,
     require_at_least,
     require_count,
@@ -159,7 +160,7 @@ class Cache:
         named = os.fspath(self.directory) if isinstance(self.directory, str | os.PathLike) else None
         if not named or not isinstance(named, str) or "\0" in named:
             raise OptionError(f"a cache is a directory: give its path (or a zl.Cache), not {self.directory!r:.100}")
-        object.__setattr__(self, "directory", Path(named).expanduser().absolute())
+        object.__setattr__(self, "directory", absolute_path(named))
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", parse_size(self.max_bytes, "max_bytes"))
             require_count(max_bytes=self.most)

@@ -2,7 +2,8 @@
 
 The grammar is a small part of Python's, and nothing is evaluated as Python. It has column names (also dotted names such
 as percent.mt, and any other name in back-quotes, such as `cell type`), constants, the operators == != < <= > >= in,
-not in, and, or, not, and boolean columns on their own.
+not in, and, or, not, and boolean columns on their own. `a.notna()` and `a.isna()` ask whether a row has a value; so do
+`a is not None`, `a != None` and their opposites.
 
 Labels are compared as codes, and each label is looked up once. Dates are compared with text such as '2024-03-31', and
 durations with whole numbers of their unit. A row without a value (code -1, NaN, NaT) satisfies no comparison: neither
@@ -56,6 +57,8 @@ _SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {  # the operator after swapp
     ast.LtE: ast.GtE,
     ast.GtE: ast.LtE,
 }
+_WITH_VALUE = {"notna": True, "notnull": True, "isna": False, "isnull": False}  # as pandas names them
+_IS_NONE: dict[type[ast.cmpop], bool] = {ast.Is: True, ast.Eq: True, ast.IsNot: False, ast.NotEq: False}
 _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -149,6 +152,10 @@ class _Reader:
                 for operation, left, right in zip(node.ops, sides, sides[1:], strict=False)
             ]
             return _joined(np.logical_or if opposite else np.logical_and, links)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not (node.args or node.keywords):
+            present = _WITH_VALUE.get(node.func.attr)
+            if present is not None:
+                return self._whether_present(node, node.func.value, present != opposite)
         name = self._name(node)
         if name is None:
             self._refuse(node, "only comparisons of obs columns, and, or, not and in can be used")
@@ -191,6 +198,8 @@ class _Reader:
         """One link of a comparison: a column with a constant, a list of constants, or another column."""
         if self._name(left) is None and operation in _SWAPPED:
             left, right, operation = right, left, _SWAPPED[operation]
+        if operation in _IS_NONE and isinstance(right, ast.Constant) and right.value is None:
+            return self._whether_present(node, left, _IS_NONE[operation] == opposite)
         name = self._name(left)
         if name is None or operation not in _OPPOSITE:
             self._refuse(node, "only obs columns can be compared, with ==, !=, <, <=, >, >=, in and not in")
@@ -209,6 +218,17 @@ class _Reader:
                 self._refuse(node, f"{name} holds labels, which have no order: use ==, != or in")
             return self._one_of(node, name, column, [constant], outside=operation is ast.NotEq)
         return _with_constant(operation, column.values, self._comparable(node, name, column, constant))
+
+    def _whether_present(self, node: ast.expr, named: ast.expr, present: bool) -> Test:
+        """A test of which rows have a value in a column, or with `present` False, have none."""
+        name = self._name(named)
+        if name is None:
+            self._refuse(node, "only an obs column can be asked whether it has values")
+        column = self._column(name)
+        values = column.values
+        if column.categories is not None:
+            return lambda window: (values[window] >= 0) == present
+        return lambda window: _is_present(values[window]) == present
 
     def _constant(self, node: ast.expr) -> Any:
         try:

@@ -24,6 +24,7 @@ from zarr.storage import WrapperStore
 from zloader.access.location import Location
 from zloader.access.schemes import SCHEMES, advice, is_denial
 from zloader.access.stored_objects import list_files
+from zloader.common.checks import absolute_path
 from zloader.common.errors import (
     AccessDeniedError,
     OptionError,
@@ -172,7 +173,7 @@ def source_locations(source: str | os.PathLike[str], storage_options: Mapping[st
 
 def _source_location(text: str, storage_options: Mapping[str, Any]) -> SourceLocation:
     if "://" not in text:
-        path = str(Path(text).expanduser().absolute())
+        path = str(absolute_path(text))
         return SourceLocation(url=text, name=text, path=path, filesystem=Location(url=text).filesystem())
     known = SCHEMES.get(text.partition("://")[0])
     if known is not None and known.is_source and "::" not in text:
