@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from zloader.conversion.verify import Verification, verify
     from zloader.conversion.writing.encode import ConvertOptions
     from zloader.dataset.dataset import Dataset, View
-    from zloader.dataset.indexing import Indexed, index
     from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.warm import Warmed, warm
     from zloader.insight.quality import Quality, quality
@@ -76,7 +75,6 @@ __all__ = [
     "CsrRows",
     "Dataset",
     "FetchOptions",
-    "Indexed",
     "Loader",
     "MatchedControls",
     "Minibatch",
@@ -98,7 +96,6 @@ __all__ = [
     "ZloaderError",
     "convert",
     "example_h5ad",
-    "index",
     "log1p_normalize",
     "open_dataset",
     "quality",
@@ -120,7 +117,6 @@ _MODULES = {
     "CsrRows": "zloader.training.csr_rows",
     "Dataset": "zloader.dataset.dataset",
     "FetchOptions": "zloader.common.options",
-    "Indexed": "zloader.dataset.indexing",
     "Loader": "zloader.training.loader",
     "MatchedControls": "zloader.order.controls",
     "Neighbors": "zloader.order.neighbors",
@@ -141,7 +137,6 @@ _MODULES = {
     "Warmed": "zloader.dataset.warm",
     "convert": "zloader.conversion.convert",
     "example_h5ad": "zloader.conversion.example",
-    "index": "zloader.dataset.indexing",
     "log1p_normalize": "zloader.training.normalization",
     "open_dataset": "zloader.dataset.open_dataset",
     "quality": "zloader.insight.quality",

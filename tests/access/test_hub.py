@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from helpers import TESTS, counts, digest, write_store
 from hubs import TOKEN, Hub
@@ -100,21 +99,6 @@ def test_a_file_in_place_and_as_a_source(local: Path, options: Any, tmp_path: Pa
         np.testing.assert_array_equal(
             zl.open_dataset(tmp_path / "a.zarr").take(range(160)).X.toarray(), ADATA.X.toarray()
         )
-
-
-@pytest.mark.slow
-def test_a_manifest_names_the_commit(local: Path, options: Any, tmp_path: Path) -> None:
-    urls = [URL, "hf://datasets/lab/cells/counts.h5ad", BUCKET]
-    zl.index(urls, tmp_path / "all.csv", storage_options=options, progress=False)
-    found = pd.read_csv(tmp_path / "all.csv")["url"].tolist()
-    assert found == [
-        URL.replace("/cells/", f"/cells@{'c' * 40}/"),
-        BUCKET,
-        urls[1].replace("/cells/", f"/cells@{'c' * 40}/"),
-    ]
-    dataset = zl.open_dataset(tmp_path / "all.csv", storage_options=options, cache=tmp_path / "cache")
-    same = [local / ("c" * 40) / "two words" / "counts.zarr"] * 2 + [local / "source.h5ad"]
-    assert digest(loader(dataset)) == digest(loader(zl.open_dataset(same)))
 
 
 def test_a_branch_is_pinned(local: Path, standin: Hub, options: Any) -> None:

@@ -274,8 +274,8 @@ def test_the_same_from_s3_and_from_the_mirror(s3, tmp_path):
 @pytest.mark.parametrize(
     ("join", "says"),
     [
-        ("left", "join must be 'inner', 'outer', 'separate', None or a list of genes, not 'left'"),
-        (5, "join must be 'inner', 'outer', 'separate', None or a list of genes, not 5"),
+        ("left", "join must be 'inner', 'outer', None or a list of genes, not 'left'"),
+        (5, "join must be 'inner', 'outer', None or a list of genes, not 5"),
         ([], "join lists no gene"),
         (["g1", "g0", "g1"], r"join has 1 repeated gene name \(g1\): list each gene once"),
         (["g1", 2], "join must be a list of names"),

@@ -155,6 +155,9 @@ def test_a_store_may_have_any_name(root, tmp_path):
 
 
 def test_any_other_file_is_no_store_either(root, tmp_path):
+    (tmp_path / "all.parquet").touch()
+    with pytest.raises(FormatError, match=r"all\.parquet is a table, not a store\. .* give a list of their URLs"):
+        zl.open_dataset(tmp_path / "all.parquet")
     with pytest.raises(FormatError, match=r"notes\.txt is a single file, but a Zarr store is a directory"):
         zl.open_dataset(root / "bucket" / "notes.txt")
     (tmp_path / "mixed").mkdir()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
-from zloader.access.stored_objects import REOPEN, StoredObject, stored_file
+from zloader.access.stored_objects import StoredObject, stored_file
 from zloader.common import page_cache
 from zloader.common.errors import (
     AccessDeniedError,
@@ -47,11 +47,9 @@ class FileSource:
         location: Location,
         objects: Mapping[str, StoredObject],
         options: FetchOptions,
-        *,
-        if_changed: str = REOPEN,
     ) -> None:
         """`objects` is the listing from when the store was opened; a file that differs from it is an error."""
-        self._location, self._objects, self._options, self._if_changed = location, objects, options, if_changed
+        self._location, self._objects, self._options = location, objects, options
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """The bytes of each span, in order.
@@ -124,7 +122,7 @@ class FileSource:
         if stored_file(status, stable_inode=self._stable_inodes) != self._objects[key]:
             raise StoreChangedError(
                 f"{self._at(reads[0][0])}: the file, its permissions or its times have changed since the store was "
-                f"opened. {self._if_changed}"
+                f"opened. Open the store again"
             )
         for (span, _), n_bytes in zip(reads, n_read, strict=True):
             if n_bytes != span.size:

@@ -60,19 +60,6 @@ def hub_path(url: str, rest: str, revision: str) -> str:
     return f"{found['kind'] or ''}{found['name']}{at}" + (f"/{found['path']}" if found["path"] else "")
 
 
-def at_commit(url: str, commit: str) -> str:
-    """The URL with a commit in place of the branch or tag that it names, or of none. Of a bucket, the URL itself."""
-    found = _parts(url, url.partition("://")[2].strip("/"))
-    if not commit:
-        return url
-    return f"hf://{found['kind'] or ''}{found['name']}@{commit}" + (f"/{found['path']}" if found["path"] else "")
-
-
-def commit_in(url: str) -> str:
-    """The revision that a URL names, or empty."""
-    return _parts(url, url.partition("://")[2].strip("/"))["revision"] or ""
-
-
 def hub_revision(location: Address) -> str:
     """The commit that the branch or tag of a URL now is. Buckets have none."""
     found = _parts(location.url, location.url.partition("://")[2].strip("/"))

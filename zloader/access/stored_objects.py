@@ -31,7 +31,6 @@ from zloader.common.file_systems import has_stable_inodes
 
 log = logging.getLogger("zloader")
 
-REOPEN = "Open the store again"  # what to do about an object that has changed
 TRUSTED_SINCE = 1451606400  # 2016-01-01: Zarr is younger, so an earlier time is artificial, set to make copies equal
 _ANY = "surrogatepass"  # a header of a web server may hold any bytes
 

@@ -6,8 +6,6 @@ process is downloading the chunk, and otherwise the chunk's crc32c with the PRES
 
 NAME.sums, beside decoded chunks, ends there. In NAME.blocks, beside the coded rows of NAME.rows, a chunk is a block of
 rows. The offsets of all blocks in NAME.rows follow, and then their sizes. They are set before the block's word.
-NAME.bounds is the same for the decoded chunks of an array that is joined of those of many stores, in NAME.joined,
-because they differ in size.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from zloader.storage.layout import ArrayLayout
 log = logging.getLogger("zloader")
 
 PRESENT = 1 << 32  # set in the word of every present chunk, since a checksum can be 0
-_NAMES = {"sums": b"zloader3", "blocks": b"zblocks1", "bounds": b"zbounds1"}
+_NAMES = {"sums": b"zloader3", "blocks": b"zblocks1"}
 _MAGIC = {suffix: int.from_bytes(name, "little") for suffix, name in _NAMES.items()}
-_WORDS = {"sums": 1, "blocks": 3, "bounds": 3}  # per chunk
+_WORDS = {"sums": 1, "blocks": 3}  # per chunk
 _HEADER = 8  # words
 _WINDOW = 1 << 20  # chunks read at a time
 
@@ -69,14 +67,10 @@ def _suffix(path: Path) -> str:
 def _header(path: Path, layout: ArrayLayout, n_bytes: int) -> NDArray[np.uint64]:
     """The header of a sidecar file: its version, the array's layout, the qualified name, and a checksum of these.
 
-    The fifth word is the dtype of decoded chunks of one size, or the size of the file. An array whose chunks differ in
-    size is described as its chunks, each of the average size.
+    The fifth word is the dtype of decoded chunks, or the size of the file of rows.
     """
     kind = int.from_bytes(layout.dtype.str.encode()[:8], "little") if _suffix(path) == "sums" else n_bytes
     layout_words = [layout.n_elements, layout.chunk_elements, layout.dtype.itemsize, kind]
-    if layout.joined is not None:
-        average = layout.n_elements * layout.dtype.itemsize // max(1, layout.n_chunks)
-        layout_words = [layout.n_chunks, 1, average, kind]
     words = np.array([_MAGIC[_suffix(path)], *layout_words, 0, 0, 0], "<u8")
     words[5:7] = _name_words(path)
     words[-1] = checksum(words[:-1])
@@ -135,9 +129,9 @@ class Sidecar:
         if (header[5:7] != _name_words(path)).any():
             raise ValueError("belongs to another array or mirror")
         n_elements, chunk_elements, itemsize, kind = (int(word) for word in header[1:5])
-        self._file, self._decoded, self._of_rows = file, _suffix(path) == "sums", _suffix(path) == "blocks"
+        self._file, self._of_rows = file, _suffix(path) == "blocks"
         self.n_chunks, self.decoded_bytes = -(-n_elements // chunk_elements), n_elements * itemsize
-        self.n_bytes, self._chunk_bytes = self.decoded_bytes if self._decoded else kind, chunk_elements * itemsize
+        self.n_bytes, self._chunk_bytes = kind if self._of_rows else self.decoded_bytes, chunk_elements * itemsize
         size, found = 8 * (_HEADER + _WORDS[_suffix(path)] * self.n_chunks), os.fstat(file).st_size
         if found != size:
             raise ValueError(f"has {found} bytes instead of {size}")
@@ -155,7 +149,7 @@ class Sidecar:
             starts = np.arange(first, last) * self._chunk_bytes
             stops = np.minimum(starts + self._chunk_bytes, self.decoded_bytes)
             words = self._words(0, first, last)
-            if not self._decoded:
+            if self._of_rows:
                 places = np.stack([self._words(row, first, last) for row in (1, 2)])
                 starts, stops = bounds_of(places, self.n_bytes)
             yield Places(first=first, words=words, starts=starts, stops=stops)

@@ -28,7 +28,7 @@ _PIECE = 4 << 20  # bytes per read
 _TASK = 16 << 20  # bytes that a thread verifies between progress reports
 _THREADS = 2  # one reads from disk while the other computes checksums
 # The file of chunks beside each sidecar file.
-_CONTENT = {"sums": "flat", "blocks": "rows", "bounds": "joined"}
+_CONTENT = {"sums": "flat", "blocks": "rows"}
 _SUFFIXES = (*_CONTENT, *_CONTENT.values(), "kept")
 
 

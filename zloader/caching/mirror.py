@@ -52,8 +52,7 @@ class MirrorArray(ChunkFile):
     """
 
     def __init__(self, directory: MirrorDirectory, layout: ArrayLayout) -> None:
-        suffixes = ("flat", "sums") if layout.joined is None else ("joined", "bounds")
-        path, words_path = (cached_path(directory.path, layout.path, suffix) for suffix in suffixes)
+        path, words_path = (cached_path(directory.path, layout.path, suffix) for suffix in ("flat", "sums"))
         super().__init__(directory, layout, path, words_path, layout.n_elements * layout.dtype.itemsize)
 
     @property
@@ -125,9 +124,6 @@ class MirrorArray(ChunkFile):
             return
         chunks = np.arange(first, int(self.layout.chunk_of(begin + len(elements) - 1)) + 1)
         starts, stops = (bounds - begin for bounds in self.layout.chunk_bounds(chunks))
-        if self.layout.joined is not None:
-            starts, stops = self.bounds(chunks)
-            self._places[0][chunks], self._places[1][chunks] = starts, stops - starts
         pieces = zip(starts.tolist(), stops.tolist(), strict=True)
         self._mark_all_present(first, np.array([checksum(elements[a:b]) for a, b in pieces], np.uint64))
 
@@ -252,8 +248,7 @@ def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, form: RowForm) -
 
 def has_array(directory: MirrorDirectory, path: str) -> bool:
     """Whether the mirror has files of a decoded array, with some of its chunks or none."""
-    pairs = (("flat", "sums"), ("joined", "bounds"))
-    return any(has_files(directory.path, path, *suffixes) for suffixes in pairs)
+    return has_files(directory.path, path, "flat", "sums")
 
 
 def open_array(directory: MirrorDirectory, layout: ArrayLayout) -> MirrorArray | None:

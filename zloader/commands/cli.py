@@ -1,7 +1,7 @@
 """The entry point of the `zloader` program, with the command `info`.
 
 The other commands register themselves on import: convert and verify in convert.py, bench in bench.py, bill in
-bill.py, demo in demo.py, doctor in doctor.py, genes in genes.py, index in index.py, quality in quality.py, warm and
+bill.py, demo in demo.py, doctor in doctor.py, genes in genes.py, quality in quality.py, warm and
 cache in cache.py.
 
 Results go to stdout, progress and errors to stderr. With --json, stdout is one JSON document. Each command imports the
@@ -25,7 +25,6 @@ from zloader.commands import convert as cli_convert
 from zloader.commands import demo as cli_demo
 from zloader.commands import doctor as cli_doctor
 from zloader.commands import genes as cli_genes
-from zloader.commands import index as cli_index
 from zloader.commands import quality as cli_quality
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, takes_flags
@@ -46,7 +45,6 @@ __all__ = [
     "cli_demo",
     "cli_doctor",
     "cli_genes",
-    "cli_index",
     "cli_quality",
 ]
 

@@ -31,7 +31,7 @@ from zloader.selecting.gene_names import (
     repeats,
     stored_positions,
 )
-from zloader.selecting.genes import ChosenGenes, GenesApart
+from zloader.selecting.genes import ChosenGenes
 
 _FRAMES = 16  # var frames in memory at a time, while they are merged
 
@@ -69,37 +69,6 @@ class GeneAxis:
         return [None if stored is None else genes for stored, genes in zip(self.stored, chosen, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SeparateAxis(GeneAxis):
-    """The genes of each list of genes side by side. Those of store k begin at column `begins[k]`."""
-
-    begins: Sequence[int]
-
-    def chosen(self, genes: ChosenGenes | None) -> list[ChosenGenes | None]:
-        made: dict[int, ChosenGenes | None] = {}
-        for begin, n_stored in zip(self.begins, self.n_stored, strict=True):
-            if begin not in made and genes is None:
-                made[begin] = GenesApart(first=begin, n_stored=n_stored, n_columns=len(self.names))
-            elif begin not in made and genes is not None:
-                own = genes.positions - begin
-                inside = (genes.positions >= begin) & (own < n_stored)
-                made[begin] = ChosenGenes(positions=np.where(inside, own, -1), n_stored=n_stored)
-        return [made[begin] for begin in self.begins]
-
-
-def _separate(of_stores: Sequence[pd.Index]) -> GeneAxis:
-    distinct = list({id(names): names for names in of_stores}.values())
-    ends = np.cumsum([len(names) for names in distinct]).tolist()
-    begins = {id(names): end - len(names) for names, end in zip(distinct, ends, strict=True)}
-    return SeparateAxis(
-        names=distinct[0].append(distinct[1:]),
-        stored=[],
-        n_stored=[len(names) for names in of_stores],
-        lost="",
-        begins=[begins[id(names)] for names in of_stores],
-    )
-
-
 def gene_axis(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> GeneAxis:
     """The joined genes of `"var"` or `"raw/var"`.
 
@@ -112,17 +81,15 @@ def gene_axis(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> Gene
         return distinct.setdefault(tuple(names), names)
 
     of_stores = concurrently(read, _named(stores, rule))
-    if rule.join == "separate" and len(distinct) > 1:
-        return _separate(of_stores)
-    if rule.join in (None, "separate"):
+    if rule.join is None:
         _require_same(stores, of_stores, frame)
     # A repeated join with the same names changes nothing. `distinct` has the order in which threads read them.
     joined = joined_names({id(names): names for names in of_stores}.values(), rule)
-    if rule.join not in ("outer", "separate"):
+    if rule.join != "outer":
         _require_shared(stores, of_stores, frame, joined, listing=rule.genes is not None)
     positions = {id(names): stored_positions(joined, names) for names in distinct.values()}
     located = _located(stores, of_stores)
-    is_joined = rule.join not in (None, "separate") and len(stores) > 1
+    is_joined = rule.join is not None and len(stores) > 1
     lost = lost_genes(str(rule.join), located, rule.genes) if is_joined else ""
     return GeneAxis(
         names=joined,
@@ -159,13 +126,13 @@ def _located(stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index]) -> li
     """The distinct lists of genes, each with the URL of the first store that has it."""
     found: dict[int, tuple[str, pd.Index]] = {}
     for store, names in zip(stores, of_stores, strict=True):
-        found.setdefault(id(names), (store.named, names))
+        found.setdefault(id(names), (store.location.url, names))
     return list(found.values())
 
 
 def gene_names(store: OpenedStore, by: Any, frame: str) -> pd.Index:
     """The names by which the genes of a store are joined: unique strings."""
-    at = f"{frame} of {store.named}"
+    at = f"{frame} of {store.location.url}"
     column = by if isinstance(by, str) and by != _index_name(store, frame) else None
     stored = store.names(frame) if column is None else _column(store, frame, column)
     names = renamed_by(by if isinstance(by, dict) else {}, stored, at)
@@ -184,7 +151,7 @@ def _index_name(store: OpenedStore, frame: str) -> str:
 
 def _column(store: OpenedStore, frame: str, column: str) -> pd.Series:
     """The var column that names the genes."""
-    at, known = f"{frame} of {store.named}", store.columns(frame)
+    at, known = f"{frame} of {store.location.url}", store.columns(frame)
     if column not in known:
         raise MissingColumnError(
             f"{at} has no column {column!r} to name genes by; it has: {listed(known)}{suggestion(column, known)}"
@@ -206,10 +173,10 @@ def _require_same(stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index], 
             continue
         n_both = min(len(first), len(genes))
         at = int(np.argmax(np.append(first[:n_both] != genes[:n_both], True)))
-        why = mismatch([(stores[0].named, first), (store.named, genes)])
+        why = mismatch([(stores[0].location.url, first), (store.location.url, genes)])
         here, there = (repr(names[at]) if at < len(names) else "missing" for names in (genes, first))
         raise FormatError(
-            f"gene {at} of {frame} is {here} in {store.named}, but {there} in {stores[0].named}: stores "
+            f"gene {at} of {frame} is {here} in {store.location.url}, but {there} in {stores[0].location.url}: stores "
             "opened together must have the same genes in the same order. Open them with join='inner', join='outer' or "
             f"join=[genes]; or run 'zloader convert' on all of them, which joins their genes in a store{why}"
         )
@@ -229,9 +196,9 @@ def _require_shared(
     for store, names in zip(stores, of_stores, strict=True):
         if listing and id(names) not in checked and not names.isin(joined).any():
             raise FormatError(
-                f"{frame} of {store.named} has none of the {len(joined)} genes that join lists "
+                f"{frame} of {store.location.url} has none of the {len(joined)} genes that join lists "
                 f"({listed(joined, 3)}), but genes such as {listed(names, 3)}: {name_by}, or leave this store out"
-                f"{mismatch([(store.named, names)], list(joined))}"
+                f"{mismatch([(store.location.url, names)], list(joined))}"
             )
         checked.add(id(names))
 
@@ -249,15 +216,6 @@ def merged_var(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin, names:
             merged = var if merged is None else _same_columns(merged, var)
     assert merged is not None
     return merged
-
-
-def separate_var(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> pd.DataFrame:
-    """The var of each list of genes, one after another, with the columns that all of them have."""
-    first_with: dict[tuple[str, ...], tuple[OpenedStore, Any]] = {}
-    for store, by in _named(stores, rule):
-        first_with.setdefault(tuple(gene_names(store, by, frame)), (store, by))
-    frames = concurrently(lambda one: _var_of(*one, frame), list(first_with.values()))
-    return pd.concat(frames, join="inner")
 
 
 def _var_of(store: OpenedStore, by: Any, frame: str) -> pd.DataFrame:

@@ -26,7 +26,7 @@ from zloader.common.errors import FormatError, OptionError
 from zloader.common.messages import suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, Rows, X
-from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var, separate_var
+from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.in_memory import used_categories
 from zloader.dataset.modal_genes import genes_of_modalities, var_of_panel
 from zloader.dataset.modalities import frame_of, modality_of, obs_of
@@ -170,8 +170,6 @@ class Matrices:
         if frame not in self._vars:
             if self.rule.as_stored:
                 self._vars[frame] = self._stores[0].element(frame)
-            elif self.rule.join == "separate":
-                self._vars[frame] = separate_var(self._stores, frame, self.rule)
             else:
                 self._vars[frame] = merged_var(self._stores, frame, self.rule, self.axis(frame).names)
         return self._vars[frame] if genes is None else used_categories(self._vars[frame].iloc[genes.positions])

@@ -272,6 +272,11 @@ class WholeColumns(StoreColumns):
         return replace(numbers, values=np.array(numbers.values))
 
 
+def columns_of(store: OpenedStore) -> StoreColumns:
+    """The obs columns and obsm arrays of a store, with those of its modalities."""
+    return WholeColumns(store) if store.modalities else StoreColumns(store)
+
+
 def _windows_of(node: Any) -> Iterator[tuple[int, int]]:
     """The first row of each window of an array, and the row after its last: whole objects, of about 32 MiB."""
     stored = max(1, (node.shards or node.chunks)[0])

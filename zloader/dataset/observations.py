@@ -28,10 +28,11 @@ from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
+from zloader.dataset.names import ObsNames
+from zloader.dataset.obs_columns import columns_of
 from zloader.dataset.obsm_arrays import ObsmArrays
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
-from zloader.dataset.stack_columns import column_of_rows, columns_of, obs_names_of
 from zloader.reading.column_rows import PagedColumn
 from zloader.selecting.columns import ObsColumn, concatenated, joined, labels_as, unalike, unfit_obs
 from zloader.selecting.groups import shares
@@ -81,7 +82,7 @@ class Observations:
         self._opened = opened
         self._stores = opened.stores
         self._directory = opened.mirror_directory
-        self._names = [obs_names_of(store) for store in opened.stores]
+        self._names = [ObsNames(store) for store in opened.stores]
         self._of_stores = [columns_of(store) for store in opened.stores]
         self.paged = PagedColumns(opened, self._of_stores)
         self._columns: dict[str, ObsColumn] = {}
@@ -141,9 +142,6 @@ class Observations:
 
     def _column_of(self, name: str, rows: Rows) -> Any:
         """A column of some rows, as anndata reads it."""
-        if any(store.n_stores > 1 for store in self._stores):  # too many to read all of them for some rows
-            self.require_columns([name])
-            return column_of_rows(name, self._of_stores, self._ends, rows)
         if len(self._stores) > 1:  # the labels are joined over all rows
             return concatenated(name, self._read_column(name))[rows]
         self.require_columns([name])

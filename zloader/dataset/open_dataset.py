@@ -24,7 +24,7 @@ def open_dataset(
     cache: str | os.PathLike[str] | Cache | None = None,
     storage_options: Mapping[str, Any] | None = None,
     offline: bool = False,
-    join: Literal["inner", "outer", "separate"] | Sequence[str] | None = None,
+    join: Literal["inner", "outer"] | Sequence[str] | None = None,
     genes_by: GenesBy = None,
 ) -> Dataset:
     """Opens an AnnData Zarr store, or several stores in the given order, as one Dataset.
@@ -35,8 +35,8 @@ def open_dataset(
     (1000, 50, ['cell_type', 'donor', 'n_counts'])
 
     - `url`: a local path, or a URL that begins with `file://`, `s3://`, `gs://`, `az://`, `abfs://`, `hf://`, `http://`
-      or `https://`; or a list of them. Each is an AnnData or MuData store, an .h5ad or .h5mu file, an annbatch
-      collection, or a manifest of many stores, which `zl.index` writes.
+      or `https://`; or a list of them. Each is an AnnData or MuData store, an .h5ad or .h5mu file, or an annbatch
+      collection.
     - `cache`: the directory, or zl.Cache, that keeps mirrors of the stores, best on a local NVMe disk. With None, every
       epoch reads from the stores.
     - `storage_options`: options for all URLs. For S3 those of s3fs (key, secret, token, anon, profile, endpoint_url,
@@ -46,8 +46,7 @@ def open_dataset(
       raises ReadError.
     - `join`: the genes of several stores. With None, all stores need the same genes in the same order. "inner" takes
       the genes that every store has and "outer" all genes, in the order of `anndata.concat`. A list takes exactly
-      these genes in this order, also those that no store has. Genes that a store lacks are zeros. "separate" keeps
-      different lists of genes apart, side by side: for tokens, which name genes, so that no union has to be made.
+      these genes in this order, also those that no store has. Genes that a store lacks are zeros.
     - `genes_by`: what names the genes, also for joining them. With None, var_names. Otherwise the var column of that
       name, such as "ensembl_id"; or a mapping from names to new ones, such as orthologs; or a function of a name, such
       as str.upper. A gene without a new name keeps its own. A list has one of these for each store.

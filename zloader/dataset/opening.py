@@ -26,9 +26,7 @@ from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import Cache
 from zloader.common.other_formats import conversion_of_folder
 from zloader.dataset.h5ad import OpenedFile
-from zloader.dataset.manifest import is_manifest, read_manifest
 from zloader.dataset.store import OpenedStore
-from zloader.dataset.store_stack import stacks_of
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _STORE_OBJECTS = {"zarr.json", ".zgroup", "zloader.partial"}
@@ -43,6 +41,11 @@ def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
     if present == {""}:
         if _is_hdf5(location):
             return
+        if url.endswith((".parquet", ".csv")):
+            raise FormatError(
+                f"{url} is a table, not a store. To open many stores as one, give a list of their URLs, or convert "
+                "them into one. A Parquet file with a row per cell has to be converted, too"
+            )
         raise FormatError(f"{url} is a single file, but a Zarr store is a directory: if it is an archive, unpack it")
     if not present & _STORE_OBJECTS and (
         advice := conversion_of_folder(url, {key.partition("/")[0] for key in present})
@@ -81,8 +84,7 @@ class OpenedStores:
     def url(self) -> str:
         """The first URL and the number of further URLs and stores, for messages."""
         more = f" and {len(self.locations) - 1} more" if len(self.locations) > 1 else ""
-        n_stores = sum(store.n_stores for store in self.stores)
-        stores = f" ({n_stores} stores)" if n_stores > 1 else ""
+        stores = f" ({len(self.stores)} stores)" if len(self.stores) > 1 else ""
         return f"{self.locations[0].url}{more}{stores}"
 
     @property
@@ -138,8 +140,6 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
     """
     if offline and cache is None:
         raise OptionError("offline=True opens a dataset from a cache: give cache= too")
-    if is_manifest(location):
-        return list(stacks_of(location, read_manifest(location), cache, offline=offline, opens=_member))
     if offline and cache is not None:
         origin, objects = load_listing(place_of(cache.directory), location)
     else:
@@ -152,12 +152,6 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
         return [opened]
     cache = cache if opened.mirror_fingerprint else None  # opening the collection has logged the reason
     return list(_members(location, objects, origin=origin, cache=cache, offline=offline))
-
-
-def _member(location: Location, cache: Cache | None, offline: bool) -> OpenedStore:
-    """A store of a manifest."""
-    (store,) = open_stores(location, cache, offline=offline)
-    return store
 
 
 def _members(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zloader.access.file_source import FileSource
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
-from zloader.access.stored_objects import REOPEN, Listing, fingerprint, mirror_fingerprint
+from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
 from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys
 from zloader.caching.kept_objects import CachedMetadataStore, OfflineSource, save_listing
 from zloader.caching.mirror import (
@@ -48,9 +48,6 @@ _MOST_WHOLE = 4 << 20  # rows whose offsets are read at once: 32 MiB
 class OpenedStore(ModalElements):
     """One AnnData or MuData store, as it was when it was opened."""
 
-    n_stores = 1
-    if_changed = REOPEN  # what to do about an object that has changed
-
     def __init__(
         self,
         location: Location,
@@ -78,11 +75,6 @@ class OpenedStore(ModalElements):
         self._opened = (os.getpid(), self._open_group())
         if self.mirror_directory is not None:
             save_listing(self.mirror_directory, origin, objects)
-
-    @property
-    def named(self) -> str:
-        """What messages about its genes call it."""
-        return self.location.url
 
     @property
     def read_from(self) -> Location:
@@ -142,11 +134,11 @@ class OpenedStore(ModalElements):
         if self.offline:
             return OfflineSource(self.location.url)
         if self.read_from.scheme == "file":
-            return FileSource(self.read_from, self._read_objects, options, if_changed=self.if_changed)
+            return FileSource(self.read_from, self._read_objects, options)
         # Imported here because it imports TensorStore, which local stores do not need.
         from zloader.reading.object_source import ObjectSource
 
-        return ObjectSource(self.read_from, self._read_objects, options, if_changed=self.if_changed)
+        return ObjectSource(self.read_from, self._read_objects, options)
 
     # ---- matrices
 

@@ -89,9 +89,9 @@ def epoch_costs(
             every.add(planner, wanted, indexes, into_mirror=False)
             first.add(planner, _unseen(planner, wanted), indexes, into_mirror=True)
             # In a sampled epoch, the other fetches need the other shards, too.
-            index_bytes = _index_bytes(store, array, indexes if exact else range(array.n_shards))
+            n_indexes = _n_indexes(store, array, indexes if exact else range(array.n_shards))
             for count in (every, first):
-                count.add_indexes(index_bytes)
+                count.add_indexes(n_indexes, array.placement.index_bytes)
     if exact:
         return EpochCosts(unmirrored=every.cost(), first_mirrored=first.cost())
     counted = sum(map(plan.n_positions, numbers))
@@ -139,10 +139,9 @@ def _shards(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[int]:
     return planner.shards(np.concatenate([np.empty(0, np.int64), *wanted]))
 
 
-def _index_bytes(store: OpenedStore, array: ArrayLayout, shards: Iterable[int]) -> list[int]:
-    """The bytes of the index of each of the shards that has one to read."""
-    sizes = {shard: array.placement.index_bytes_of(shard) for shard in shards} if array.placement.index_bytes else {}
-    return [size for shard, size in sizes.items() if size and array.shard_key(shard) in store.objects]
+def _n_indexes(store: OpenedStore, array: ArrayLayout, shards: Iterable[int]) -> int:
+    """How many of the shards have an index to read."""
+    return sum(array.shard_key(shard) in store.objects for shard in shards) if array.placement.index_bytes else 0
 
 
 def _unseen(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[Rows]:
@@ -176,10 +175,10 @@ class _Count:
             self.gets += len(spans)
             self.n_bytes += total_bytes(spans)
 
-    def add_indexes(self, sizes: Sequence[int]) -> None:
-        """Counts the reads of indexes."""
-        self.index_gets += len(sizes)
-        self.index_bytes += sum(sizes)
+    def add_indexes(self, number: int, size: int) -> None:
+        """Counts the reads of so many indexes of so many bytes each."""
+        self.index_gets += number
+        self.index_bytes += number * size
 
     def cost(self, scale: float | None = None) -> EpochCost:
         """The epoch's cost; `scale` extrapolates from a sample to the epoch."""

@@ -12,7 +12,7 @@ from zloader.caching.row_blocks import RowForm
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.modalities import obs_of, path_of
-from zloader.dataset.stack_columns import columns_of
+from zloader.dataset.obs_columns import columns_of
 from zloader.dataset.store import OpenedStore
 from zloader.storage import hdf5_filters
 from zloader.storage.coded_rows import likely_bytes
@@ -101,7 +101,7 @@ def summarize(dataset: Dataset) -> StoreSummary:
     stores = dataset.stores
     return StoreSummary(
         url=dataset.url,
-        stores=sum(store.n_stores for store in stores),
+        stores=len(stores),
         fingerprint=dataset.fingerprint,
         rows=dataset.n_obs,
         genes=dataset.n_vars,

@@ -11,7 +11,7 @@ from typing import Any
 
 from zloader.access.location import Location
 from zloader.access.retry import ReadFailure, Retrier, truncated
-from zloader.access.stored_objects import REOPEN, StoredObject
+from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import StoreChangedError
 from zloader.common.options import FetchOptions
@@ -30,11 +30,9 @@ class ObjectSource:
         location: Location,
         objects: Mapping[str, StoredObject],
         options: FetchOptions,
-        *,
-        if_changed: str = REOPEN,
     ) -> None:
         """`objects` were listed when the store was opened. An object that has changed since then raises an error."""
-        self._location, self._objects, self._if_changed = location, objects, if_changed
+        self._location, self._objects = location, objects
         self._tags: dict[str, bytes] = {}  # the answers' tag of each object that was read
         self._reader = _reader(location)
         self._retrier = Retrier(self, options)
@@ -93,7 +91,7 @@ class ObjectSource:
 
     def _changed(self, span: Span) -> StoreChangedError:
         return StoreChangedError(
-            f"{self.describe(span)}: the object has changed since the store was opened. {self._if_changed}"
+            f"{self.describe(span)}: the object has changed since the store was opened. Open the store again"
         )
 
 

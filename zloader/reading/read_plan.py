@@ -186,5 +186,5 @@ class Slots:
         jobs = np.empty(len(chunks), CHUNK)
         jobs["read"], jobs["offset"], jobs["size"] = reads, offsets, sizes
         jobs["begin"], jobs["first"], jobs["stop"] = self.locate(chunks)
-        jobs["elements"] = self.layout.stored_elements(chunks)
+        jobs["elements"] = self.layout.stored_elements
         return jobs

@@ -170,8 +170,7 @@ def _kind(names: Sequence[str]) -> tuple[str, str]:
 class GeneJoin:
     """How the genes of several stores become the columns of one dataset. The arguments of `open_dataset`.
 
-    `join` is "inner", "outer", "separate", a list of genes, or None if all stores must have the same genes in the same
-    order.
+    `join` is "inner", "outer", a list of genes, or None if all stores must have the same genes in the same order.
     `genes_by` says how the genes are named, for all stores or as a tuple with one for each store: a var column, a dict
     of new names, a function from a name to a new one, or None for var_names.
     """
@@ -181,11 +180,10 @@ class GeneJoin:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "genes_by", checked_genes_by(self.genes_by))
-        if self.join is None or (isinstance(self.join, str) and self.join in ("inner", "outer", "separate")):
+        if self.join is None or (isinstance(self.join, str) and self.join in ("inner", "outer")):
             return
         if isinstance(self.join, str | bytes) or not isinstance(self.join, Iterable):
-            known = "'inner', 'outer', 'separate', None or a list of genes"
-            raise OptionError(f"join must be {known}, not {self.join!r:.100}")
+            raise OptionError(f"join must be 'inner', 'outer', None or a list of genes, not {self.join!r:.100}")
         genes = names_of(join=self.join)
         if not genes:
             raise OptionError("join lists no gene: list at least one, or pass 'inner', 'outer' or None")

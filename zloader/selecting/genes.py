@@ -67,23 +67,6 @@ class ChosenGenes:
         return ChosenGenes(positions=stored[self.positions], n_stored=n_stored)
 
 
-class GenesApart(ChosenGenes):
-    """All genes of a store, in order, as the columns from `first` on of `n_columns`. The others are zeros."""
-
-    def __init__(self, *, first: int, n_stored: int, n_columns: int) -> None:
-        positions = np.empty(0, np.int64)  # would have an entry per column for each of thousands of stores
-        super().__init__(positions=positions, n_stored=n_stored)
-        vars(self).update(first=first, n_columns=n_columns, ascending=True, takes_all=True)
-
-    def __len__(self) -> int:
-        return int(vars(self)["n_columns"])
-
-    @cached_property
-    def column_of(self) -> NDArray[Any]:
-        first = vars(self)["first"]
-        return np.arange(first, first + self.n_stored, dtype=np.min_scalar_type(len(self)))
-
-
 def choose_genes(genes: Genes, *, n_stored: int, names: Callable[[], pd.Index], where: str) -> ChosenGenes:
     """Resolves `genes` (names, positions, a mask over all genes, a slice) among `n_stored` genes, in the given order.
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
 from zloader.common.records import Rows, Span
-from zloader.storage.joined import JoinedGrid
 from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement, ZarrPlacement
 
 _MOST_ELEMENTS = 1 << 62  # damaged metadata may claim more
@@ -48,8 +47,6 @@ class ArrayLayout:
     cut: bool = False
     # Every element must be in range(below); None means no bound. Gene indices are checked because they index memory.
     below: int | None = None
-    # The chunks of an array that is joined of those of many stores. Then `chunk_elements` are those of the largest.
-    joined: JoinedGrid | None = None
 
     @classmethod
     def plain(
@@ -80,8 +77,6 @@ class ArrayLayout:
     @property
     def n_chunks(self) -> int:
         """Number of chunks."""
-        if self.joined is not None:
-            return int(self.joined.n_chunks.sum())
         return -(-self.n_elements // self.chunk_elements)
 
     @property
@@ -105,8 +100,6 @@ class ArrayLayout:
 
     def chunk_bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
         """The first element of each chunk, and the element after its last."""
-        if self.joined is not None:
-            return self.joined.bounds(chunks)
         n_elements = min(self.n_elements, _MOST_ELEMENTS)
         width = min(self.chunk_elements, max(1, n_elements))
         first = chunks * width
@@ -114,13 +107,12 @@ class ArrayLayout:
 
     def chunk_of(self, elements: Rows) -> Rows:
         """The chunk of each element."""
-        return elements // self.chunk_elements if self.joined is None else self.joined.chunk_of(elements)
+        return elements // self.chunk_elements
 
-    def stored_elements(self, chunks: Rows) -> Rows | int:
-        """The elements of each chunk as it is stored, with padding; 0 if any number may be stored."""
-        if self.cut:
-            return 0
-        return self.chunk_elements if self.joined is None else self.joined.width(chunks)
+    @property
+    def stored_elements(self) -> int:
+        """The elements of a chunk as it is stored, with padding; 0 if any number may be stored."""
+        return 0 if self.cut else self.chunk_elements
 
     def check_bounds(self, elements: NDArray[Any]) -> None:
         """Raises CorruptChunkError if an element is outside `range(below)`."""
@@ -147,7 +139,7 @@ class ArrayLayout:
                     f"{url}: {self.shard_key(shard)} is not there: the store is incomplete. Convert it again"
                 )
             return np.full((self.chunks_per_shard, 2), ABSENT, np.uint64)
-        require_bytes(url, self.shard_key(shard), object_size, self.placement.index_bytes_of(shard))
+        require_bytes(url, self.shard_key(shard), object_size, self.placement.index_bytes)
         return self.placement.index(shard, object_size)
 
 

@@ -28,10 +28,6 @@ class Placement(ABC):
     chunks_per_object: int  # in a whole object
     index_bytes: int
 
-    def index_bytes_of(self, number: int) -> int:
-        """Bytes of the index of an object; 0 if it has none."""
-        return self.index_bytes
-
     def object_of(self, chunks: Rows) -> Rows:
         """The object of each chunk."""
         return chunks // self.chunks_per_object
