@@ -14,8 +14,9 @@ from typing import Any
 
 from helpers import PATIENCE_S
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
-from zloader.commands.charts import Chart, drawing, figure_of
+from zloader.commands.charts import Chart, drawing
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -63,7 +64,8 @@ class Page(HTMLParser):
 def drawn(chart: Chart) -> Any:
     """The chart as a matplotlib figure that has been laid out."""
     with drawing():
-        figure = figure_of([chart])
+        figure = Figure(figsize=chart.inches)
+        chart.draw(figure)
         FigureCanvasAgg(figure).draw()
     return figure
 

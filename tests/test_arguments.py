@@ -298,7 +298,7 @@ def test_a_path_with_a_null_byte(tmp_path: Path) -> None:
 
 
 def test_datasets(dataset: zl.Dataset) -> None:
-    for act in (zl.Loader, zl.warm, zl.suggest):
+    for act in (zl.Loader, zl.warm):
         refuses("dataset must be a Dataset from", act, values=[5, None, [], "a.zarr", b"x"])
     for value in (5, [], {}, None, pd.NA, np.array(["cell_type"])):
         with pytest.raises(ZloaderError, match="there is no obs column"):

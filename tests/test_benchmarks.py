@@ -28,7 +28,7 @@ from benchmarks.harness.cloud import LinkSpeed, cloud
 from benchmarks.scale import cluster, simulated
 from benchmarks.scale.cluster import Many
 from benchmarks.scale.figure import draw_ways
-from benchmarks.training import models
+from benchmarks.training import bill, models
 
 pytestmark = pytest.mark.any_version
 
@@ -398,6 +398,30 @@ def test_the_trainings_run_and_compare_with_their_baselines(tmp_path, capsys):
 def scale() -> ModuleType:
     """benchmarks/scale/run.py"""
     return pytest.importorskip("benchmarks.scale.run", exc_type=ImportError, reason="Ray is not installed")
+
+
+def test_the_bill_reproduces_the_committed_figures(tmp_path, capsys):
+    """Those of docs/performance.md and of benchmarks/README.md, and rates that zloader bench measured."""
+    tahoe = bill.Run().bill()
+    assert (round(tahoe["hours"], 1), round(tahoe["dollars"])) == (9.5, 229)
+    assert round(tahoe["cold"]["dollars"]["GETs"] + tahoe["cold"]["dollars"]["egress"], 2) == 0.21
+    assert tahoe["cold"]["bound_by"] == tahoe["warm"]["bound_by"] == "gpu"
+    epochs = [
+        {"kind": "cold", "complete": True, "figures": {"rows_per_s": 24_600.0, "bytes_read": 4e6, "gets": 110}},
+        {"kind": "warm", "complete": True, "figures": {"rows_per_s": 48_000.0, "bytes_read": 0, "gets": 0}},
+    ]
+    measured = {"rows": 11_000, "step_ms": 0, "link_bytes_per_s": 3e8, "epochs": epochs}
+    measured["advice"] = {"cold": {"bound": "decoding"}, "warm": {"bound": "short"}}
+    (tmp_path / "bench.json").write_text(json.dumps(measured))
+    flags = ["--epochs", "8", "--gpus", "1", "--gpu-rows-per-s", "922.4"]
+    bill.main(["--measured", str(tmp_path / "bench.json"), *flags])
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert round(made["hours"] * 3600) == 95
+    of = made["run"]
+    assert (of["rows"], of["gets_per_row"], of["link_megabytes_per_s"]) == (11_000, 0.01, 300)
+    assert (of["cold_rows_per_s"], of["warm_rows_per_s"]) == (24_600, 400_000)
+    slow = bill.Run(gpu_rows_per_s=1e6, link_megabytes_per_s=1200).bill()
+    assert (slow["cold"]["bound_by"], slow["warm"]["bound_by"]) == ("link", "loading")
 
 
 def test_the_simulated_cluster_reads_what_the_plan_says(scale, tmp_path, capsys):

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.warm import Warmed, warm
     from zloader.insight.quality import Quality, quality
-    from zloader.insight.suggest import Suggestion, suggest
     from zloader.order.cell_sets import CellSets
     from zloader.order.controls import MatchedControls
     from zloader.order.mixture import Mixture
@@ -89,7 +88,6 @@ __all__ = [
     "Selection",
     "Statistics",
     "Streaming",
-    "Suggestion",
     "Verification",
     "View",
     "Warmed",
@@ -99,7 +97,6 @@ __all__ = [
     "log1p_normalize",
     "open_dataset",
     "quality",
-    "suggest",
     "verify",
     "warm",
 ]
@@ -131,7 +128,6 @@ _MODULES = {
     "Selection": "zloader.conversion.joining.selection",
     "Statistics": "zloader.common.records",
     "Streaming": "zloader.order.shuffling",
-    "Suggestion": "zloader.insight.suggest",
     "Verification": "zloader.conversion.verify",
     "View": "zloader.dataset.dataset",
     "Warmed": "zloader.dataset.warm",
@@ -140,7 +136,6 @@ _MODULES = {
     "log1p_normalize": "zloader.training.normalization",
     "open_dataset": "zloader.dataset.open_dataset",
     "quality": "zloader.insight.quality",
-    "suggest": "zloader.insight.suggest",
     "verify": "zloader.conversion.verify",
     "warm": "zloader.dataset.warm",
 }

@@ -96,7 +96,6 @@ OPERATIONS: dict[str, Operation] = {
     "MatchedControls": lambda dataset: loaded(
         dataset, controls=zl.MatchedControls("drug == 'drug 0'", match="cell_line")
     ),
-    "suggest": lambda dataset: zl.suggest(dataset),
     "quality": lambda dataset: zl.quality(dataset.obs_column("plate").values, loaded(dataset).plan(0)),
     "obs_names of 1000 rows": lambda dataset: dataset.names_of(np.linspace(0, dataset.n_obs - 1, 1000).astype(int)),
     "obs_names": lambda dataset: dataset.obs_names,
@@ -106,7 +105,6 @@ OPERATIONS: dict[str, Operation] = {
     "zloader cache ls": lambda dataset: command("cache", "ls", str(dataset.cache.directory)),
     "zloader cache verify": lambda dataset: command("cache", "verify", str(dataset.cache.directory)),
     "zloader info": lambda dataset: command("info", dataset.url),
-    "zloader quality": lambda dataset: command("quality", dataset.url, "--label", "plate"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Results of the demo, of bench and of quality, with round figures, for tests of what is said about them."""
+"""Results of the demo and of bench, with round figures, for tests of what is said about them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, Sample
-from zloader.commands.bill_run import Prices
+from zloader.commands.bench_run import BenchEpoch, BenchQuality, BenchRun, Prices, Sample
 from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures, Step
-from zloader.commands.quality_grid import Cell, QualityGrid
 from zloader.commands.report import Report
 from zloader.conversion.convert import ConversionReport
 from zloader.insight.quality import Quality
@@ -42,47 +40,8 @@ def to_copy(report: Report) -> list[str]:
     return [*filter(None, codes), *(command for section in report.sections for command in section.commands.values())]
 
 
-RANDOM_BITS = 2.0
 ACCESS = {"anon": True, "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
 FLAGS = ["--endpoint-url", "http://127.0.0.1:9", "--anon"]
-
-
-def cell(block_size: int, fetch_factor: int, percent: float, *, speed: float = 1000, random=RANDOM_BITS) -> Cell:
-    measured = Quality(
-        minibatches=10,
-        entropy_bits=random * percent / 100,
-        entropy_sd_bits=0.1,
-        random_entropy_bits=random,
-        random_entropy_sd_bits=0.1,
-        l1_within=None,
-        l1_across=1.0,
-        longest_run=3,
-        same_block_share=0.01,
-    )
-    plain = dataclasses.replace(measured, entropy_bits=0.9 * measured.entropy_bits)
-    return Cell(
-        block_size=block_size,
-        fetch_factor=fetch_factor,
-        rows_per_s=speed,
-        gets=10,
-        bytes_read=5000,
-        quality=plain,
-        stratified=measured,
-    )
-
-
-def grid(default: Cell, *others: Cell, **changes) -> QualityGrid:
-    made = QualityGrid(
-        url="s3://b/a.zarr",
-        label="plate",
-        x="X",
-        rows=9000,
-        batch_size=64,
-        link_bytes_per_s=400_000_000,
-        cells=[default, *others],
-        default=default,
-    )
-    return dataclasses.replace(made, **changes)
 
 
 # ---- demo

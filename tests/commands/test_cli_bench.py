@@ -18,9 +18,7 @@ from test_cli import params, zloader
 
 import zloader as zl
 from zloader.commands import bench_run
-from zloader.commands.bench_results import BenchEpoch, medians
-from zloader.commands.bench_run import kind_of, run_epoch
-from zloader.commands.bill_run import Prices
+from zloader.commands.bench_run import BenchEpoch, kind_of, medians, run_epoch
 from zloader.common.errors import ZloaderError
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 from zloader.training.minibatch import DTYPES
@@ -166,12 +164,6 @@ def test_the_report_has_the_figures_of_the_json(store, tmp_path):
     assert seen["dollars"]["cold"]["GETs"] == 0, "reads of a local store cost nothing"
     assert seen["dollars"]["cold"]["GPUs"] == pytest.approx(3 * seen["medians"]["cold"]["elapsed_s"] / 3600)
     assert [path.name for path in tmp_path.iterdir()] == ["bench.html", "cache"]
-
-
-def test_the_prices_are_those_of_bill():
-    flags = {name: params(name) for name in ("bench", "bill")}
-    for name in ("gpu_hour", "thousand_gets", "gigabyte_egress", "nvme_gigabyte_month"):
-        assert flags["bench"][name].default == flags["bill"][name].default == getattr(Prices, name)
 
 
 def test_blocks_shrink_with_a_fetch_as_a_loaders_do(store):

@@ -266,10 +266,9 @@ def test_statistics_of_a_panel_are_those_of_its_genes(dataset):
     next(iter(zl.Loader(dataset[:, SOME], transforms=scaled, layout="dense", **SIZES)))
 
 
-def test_a_panel_is_measured_and_warmed_like_its_dataset(folder, tmp_path):
+def test_a_panel_is_warmed_like_its_dataset(folder, tmp_path):
     dataset = zl.open_dataset(folder / "a.zarr", cache=tmp_path / "cache")
     panel = dataset[:, SOME]
-    assert repr(zl.suggest(panel, batch_size=8)) == repr(zl.suggest(dataset, batch_size=8))
     zl.warm(panel)
     offline = zl.open_dataset(folder / "a.zarr", cache=tmp_path / "cache", offline=True)[:, SOME]
     same_epochs(zl.Loader(offline, **SIZES), zl.Loader(panel, **SIZES))

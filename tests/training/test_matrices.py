@@ -126,7 +126,7 @@ def test_it_resumes_anywhere_in_workers_and_on_ranks(store):
 
 
 @pytest.mark.every(3)
-def test_statistics_costs_and_sizes_count_every_matrix(dataset):
+def test_statistics_and_costs_count_every_matrix(dataset):
     figures = {}
     for x in (*NAMES, NAMES):
         loader = zl.Loader(dataset, x=x, **SIZES)
@@ -136,7 +136,6 @@ def test_statistics_costs_and_sizes_count_every_matrix(dataset):
         costs = epoch_costs(dataset, loader.plan(0), x=x, options=loader.options)
         figures[str(x)] = (
             statistics.chunks_decoded,
-            zl.suggest(dataset, batch_size=16, x=x).fetch_bytes,
             *(
                 getattr(cost, name)
                 for cost in (costs.unmirrored, costs.first_mirrored)
@@ -146,9 +145,8 @@ def test_statistics_costs_and_sizes_count_every_matrix(dataset):
         if dataset.cache is None:
             assert (statistics.gets, statistics.bytes_read) == (costs.unmirrored.gets, costs.unmirrored.bytes_read)
     *single, together = figures.values()
-    for position in (2, 3, 4, 5) if dataset.cache else (0, 2, 3, 4, 5):
+    for position in (1, 2, 3, 4) if dataset.cache else (0, 1, 2, 3, 4):
         assert together[position] == sum(each[position] for each in single)
-    assert together[1] > max(each[1] for each in single)
 
 
 def test_pinning_and_moving_reach_every_matrix(store):

@@ -20,8 +20,7 @@ import typer
 from rich.console import Console
 
 from zloader.commands import terminal
-from zloader.commands.bench_results import BenchQuality, BenchRun, medians
-from zloader.commands.bill_run import Prices
+from zloader.commands.bench_run import BenchQuality, BenchRun, Prices, measure, medians, with_link
 from zloader.commands.command import KEYS, EndedError, app, takes_flags
 from zloader.commands.flags import (
     Access,
@@ -177,7 +176,6 @@ def bench(flags: BenchFlags) -> None:
     begins with a part of the mirror.
     """
     from zloader.commands.bench_report import report
-    from zloader.commands.bench_run import measure, with_link
     from zloader.commands.report import require_drawable
 
     require_drawable(flags.report)

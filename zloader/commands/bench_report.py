@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zloader.commands.bench_results import (
+from zloader.commands.bench_run import (
     KINDS,
     BenchEpoch,
     BenchQuality,

@@ -31,7 +31,6 @@ DARK = {
     "vermilion": "#e65705", "olive": "#f0c233", "forest": "#69ae82", "sky": "#65e2fe", "rose": "#905b78",
 }  # fmt: skip
 COLD, WARM = LIGHT["blue"], LIGHT["orange"]
-SERIES = [LIGHT[name] for name in ("blue", "orange", "green", "purple", "pink", "teal")]
 _STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     "figure.facecolor": LIGHT["card"],
@@ -57,7 +56,6 @@ OVER = {"facecolor": LIGHT["card"], "edgecolor": "none", "pad": 1}  # hides grid
 _LARGE_INCHES = 6.5  # a wider chart has a row of its own
 _LOG_RATIO = 8  # speeds that differ by more are drawn on a logarithmic axis
 _LABELLED = 0.12  # share of the axis that an epoch needs for its label
-_FAINTEST, _STRONGEST = 0.06, 0.5  # opacity of a heat map, light enough for text in both themes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ class Chart:
         return self.inches[0] > _LARGE_INCHES
 
 
-# ---- as SVG or PNG
+# ---- as SVG
 
 
 @contextlib.contextmanager
@@ -91,24 +89,6 @@ def drawing() -> Iterator[None]:
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from|Matplotlib currently does not support", UserWarning)
         yield
-
-
-def figure_of(charts: Sequence[Chart]) -> Any:
-    """The charts side by side, with their titles. Call it, and draw the figure, within `drawing`."""
-    from matplotlib.figure import Figure
-
-    widths, heights = zip(*(chart.inches for chart in charts), strict=True)
-    figure = Figure(figsize=(sum(widths), max(heights) + 0.3))
-    parts = figure.subfigures(1, len(charts), squeeze=False, width_ratios=widths)[0]
-    for chart, part in zip(charts, parts, strict=True):
-        chart.draw(part)
-        part.suptitle(chart.title)
-    return figure
-
-
-def save_png(charts: Sequence[Chart], path: Path) -> None:
-    with drawing():
-        figure_of(charts).savefig(path, format="png", dpi=150)
 
 
 def save_svg(chart: Chart, path: Path) -> None:
@@ -239,7 +219,7 @@ def rate_curve(epoch: int, colour: str, times: Sequence[float], totals: Sequence
     return Curve(epoch=epoch, colour=colour, x=edges.tolist(), y=rates.tolist())
 
 
-# ---- bars and heat maps
+# ---- bars
 
 
 def draw_bars(axes: Any, bars: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
@@ -252,35 +232,6 @@ def draw_bars(axes: Any, bars: Mapping[str, Sequence[float]], colours: Sequence[
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0)
     axes.locator_params(axis="x", nbins=5)
-
-
-def draw_heat_map(
-    axes: Any,
-    cells: Mapping[tuple[float, float], tuple[float, str]],
-    outlined: Mapping[str, tuple[tuple[float, float], str]],
-) -> None:
-    """Draws the strength, from 0 to 1, and the words of each cell, by row and column.
-
-    `outlined` are cells with the colour of their outline, by a name for the legend.
-    """
-    from matplotlib.patches import Rectangle
-
-    rows, columns = (sorted({place[axis] for place in cells}) for axis in (0, 1))
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(False)
-    for (row, column), (strength, words) in cells.items():
-        x, y = columns.index(column), rows.index(row)
-        opacity = _FAINTEST + (_STRONGEST - _FAINTEST) * strength
-        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=LIGHT["blue"], alpha=opacity, linewidth=0))
-        axes.text(x, y, words, ha="center", va="center")
-    for name, ((row, column), colour) in outlined.items():
-        corner = (columns.index(column) - 0.48, rows.index(row) - 0.48)
-        axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, edgecolor=colour, linewidth=2.5, label=name))
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
-    axes.set_yticks(range(len(rows)), [f"{row:g}" for row in rows])
-    axes.tick_params(length=0)
 
 
 def name_colours(figure: Any, names: Mapping[str, str]) -> None:

@@ -1,8 +1,7 @@
 """The entry point of the `zloader` program, with the command `info`.
 
-The other commands register themselves on import: convert and verify in convert.py, bench in bench.py, bill in
-bill.py, demo in demo.py, doctor in doctor.py, genes in genes.py, quality in quality.py, warm and
-cache in cache.py.
+The other commands register themselves on import: convert and verify in convert.py, bench in bench.py, demo in demo.py,
+doctor in doctor.py, warm and cache in cache.py.
 
 Results go to stdout, progress and errors to stderr. With --json, stdout is one JSON document. Each command imports the
 modules that take seconds to import, so that `zloader --help` stays fast.
@@ -19,13 +18,10 @@ import typer
 from rich.console import Console
 
 from zloader.commands import bench as cli_bench
-from zloader.commands import bill as cli_bill
 from zloader.commands import cache as cli_cache
 from zloader.commands import convert as cli_convert
 from zloader.commands import demo as cli_demo
 from zloader.commands import doctor as cli_doctor
-from zloader.commands import genes as cli_genes
-from zloader.commands import quality as cli_quality
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, Json, LoaderSizes, Matrices, Url, x_of
@@ -39,13 +35,10 @@ if TYPE_CHECKING:
 __all__ = [
     "app",
     "cli_bench",
-    "cli_bill",
     "cli_cache",
     "cli_convert",
     "cli_demo",
     "cli_doctor",
-    "cli_genes",
-    "cli_quality",
 ]
 
 # ---- info

@@ -16,7 +16,6 @@ from zloader.common.errors import OptionError
 
 _s3_option = functools.partial(typer.Option, rich_help_panel="Access to buckets")
 _loader_option = functools.partial(typer.Option, rich_help_panel="Loader options")
-price_option = functools.partial(typer.Option, rich_help_panel="Prices in dollars")
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="Store: a local path or s3://BUCKET/KEY.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]

@@ -171,7 +171,7 @@ def _facts(document: Figures) -> dict[str, str]:
 
 
 def bill_flags(document: Figures) -> list[str]:
-    """The options of `zloader bill` for this run, but for the rates of loading."""
+    """The options of `bill.py` for this run, but for the rates of loading."""
     first, settings = document["epochs"][0], document["settings"]
     sizes = {
         "rows": first["rows"],
@@ -186,7 +186,7 @@ def bill_flags(document: Figures) -> list[str]:
 
 def _commands(document: Figures, flags: Sequence[str]) -> dict[str, str]:
     again = shlex.join(["python", "-m", "benchmarks.training.pretrain", *flags])
-    bill = shlex.join(["zloader", "bill", "--measured", "bench.json", *bill_flags(document)])
+    bill = shlex.join(["python", "-m", "benchmarks.training.bill", "--measured", "bench.json", *bill_flags(document)])
     return {
         "Run this again.": again,
         "Forecast the hours of such a run, from the output of 'zloader bench --json' for its store.": bill,
