@@ -96,7 +96,7 @@ def test_the_code_and_the_commands_fit_the_run(page):
     assert "obs=['cell_type'])" in page.code[0]
     compile(page.code[0], "page", "exec")
     found = [shlex.split(line) for block in page.code for line in block.splitlines() if line.startswith("zloader ")]
-    assert [words[1] for words in found] == ["bench", "bench"]
+    assert [words[1] for words in found] == ["bench"]
     for _, name, *arguments in found:
         typer.main.get_command(app).commands[name].make_context(name, list(arguments))
         assert name != "bench" or {"s3://b/atlas.zarr", "/nvme/zloader", *FLAGS} <= set(arguments)

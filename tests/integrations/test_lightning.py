@@ -403,7 +403,10 @@ def test_arguments_that_make_no_sense_are_refused(options):
     }.values():
         with pytest.raises(OptionError, match=says):
             DataModule(**given)
-    for keyword, says in {"num_workers": "in threads", "batch_size": "an option of zl.Loader; it has: train"}.items():
+    for keyword, says in {
+        "num_workers": "it has: train",
+        "batch_size": "no option 'batch_size'; it has: train",
+    }.items():
         with pytest.raises(OptionError, match=says):
             DataModule(train=options, **{keyword: 4})
 

@@ -105,12 +105,10 @@ def _commands(run: DemoRun) -> Mapping[str, str]:
     if run.bundled:
         convert = f"python -c 'import zloader; zloader.example_h5ad()'\n{convert}"
     own = [] if run.bundled else ["--data", run.source, "--label", run.label]
-    compare = ["zloader", "quality", store, "--label", run.label, "--html", "zloader-quality.html"]
     return {
         "Convert the cells to a store of your own; the store of the demo is gone.": convert,
-        "See whether minibatches mix the labels as well as random ones, and which sizes to take.": shlex.join(compare),
-        "Measure loading alone with the default sizes, cold and warm.": shlex.join(
-            ["zloader", "bench", store, "--cache", "zloader-cache"]
+        "Measure loading alone, cold and warm, and whether minibatches mix the labels as well as random ones.": shlex.join(
+            ["zloader", "bench", store, "--cache", "zloader-cache", "--label", run.label]
         ),
         "Train for longer. For cells of your own, add --data FILE.h5ad and --label COLUMN.": shlex.join(
             ["zloader", "demo", *own, "--epochs", "10"]

@@ -1,7 +1,7 @@
 """Public functions and classes answer a keyword that they do not have with the one that was probably meant.
 
-Python looks for the nearest name from 3.13 on only, and knows neither the options of other loaders nor those that
-belong in an object such as zl.FetchOptions.
+Python looks for the nearest name from 3.13 on only, and does not know those that belong in an object such as
+zl.FetchOptions.
 """
 
 from __future__ import annotations
@@ -21,44 +21,6 @@ from zloader.common.removed import advice_for_option
 
 T = TypeVar("T")
 
-_WORKERS = (
-    "zloader reads, decodes and gathers in threads. For slow functions of your own, iterate over "
-    "torch.utils.data.DataLoader(loader, batch_size=None, num_workers=...)"
-)
-_BLOCKS = "sampling=zl.BlockShuffling(block_size) says how many consecutive rows stay together"
-_OWN_READS = "zloader reads the rows itself; fetch_transform and batch_transform change minibatches"
-_VIEW = "give the Loader a view, such as dataset.where(...) or dataset.split(...), or the sampling indices=[...]"
-# Options of a loader in torch, annbatch, scDataset and Lightning, and what a zl.Loader has in their place.
-_OF_OTHER_LOADERS = {
-    "num_workers": _WORKERS,
-    "persistent_workers": _WORKERS,
-    "multiprocessing_context": _WORKERS,
-    "worker_init_fn": _WORKERS,
-    "prefetch_factor": "options=zl.FetchOptions(memory=..., prefetch=...) say how far it reads ahead",
-    "preload_nchunks": "fetch_factor says how many minibatches are loaded and mixed at once",
-    "chunk_size": _BLOCKS,
-    "block_size": _BLOCKS,
-    "pin_memory": "device='cuda' copies minibatches ahead, through page-locked memory",
-    "layer": "x='layers/NAME' is the matrix to load",
-    "collate_fn": "batch_transform is a function of your own that gets each minibatch",
-    "sampler": "sampling is the order of the rows",
-    "batch_sampler": "sampling is the order of the rows",
-    "strategy": "sampling is the order of the rows",
-    "generator": "seed decides the order",
-    "rng": "seed, a whole number, decides the order",
-    "return_index": "every minibatch has its row numbers, minibatch.index",
-    "to": "framework is 'torch', 'numpy' or 'jax'; layout is 'csr' or 'dense'",
-    "preload_to_gpu": "device='cuda' sends minibatches ahead",
-    "fetch_callback": _OWN_READS,
-    "batch_callback": _OWN_READS,
-    "indices": _VIEW,
-    "mask": _VIEW,
-    "num_replicas": "world_size is the number of ranks",
-    "precision": "dtype is the dtype of x, such as 'bfloat16'",
-}
-
-# Options of a zl.Loader that are given to a sampling, a DataModule or open_dataset.
-_OF_THE_LOADER = ("batch_size", "fetch_factor", "sampling", "shuffle", "drop_last", "seed", "obs", "layout", "dtype")
 _CONDITION = "condition"  # an expression over obs, in place of which people write column="label"
 
 
@@ -133,8 +95,6 @@ def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
     answer = f"{called} has no option {unknown!r}"
     if advice := advice_for_option(called, unknown):
         return f"{answer}: {advice}"
-    if called in ("Loader", "DataModule") and unknown in _OF_OTHER_LOADERS:
-        return f"{answer}: {_OF_OTHER_LOADERS[unknown]}"
     if known[:1] == [_CONDITION]:
         return f"{answer}: write {function.__name__}({f'{unknown} == {given[unknown]!r:.50}'!r})"
     for name in known:
@@ -144,5 +104,4 @@ def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
                 return f"{answer}: write {name}=zl.{word}({unknown}=...)"
     if near := nearest(unknown, known) or get_close_matches(unknown, known, 1):
         return f"{answer}. Did you mean {' or '.join(map(repr, near))}?"
-    where = ", which is an option of zl.Loader" if unknown in _OF_THE_LOADER else ""
-    return f"{answer}{where}; it has: {listed(known, len(known))}"
+    return f"{answer}; it has: {listed(known, len(known))}"
