@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Annotated, Any, NoReturn, get_type_hints
 
-import click
 import typer
 import typer.core
 
@@ -77,12 +76,9 @@ class _Commands(typer.core.TyperGroup):
     """Prints errors as one line, and exits with status 128 + N on signal N once all contexts have been left."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            if advice := advice_for_command(args[0]):
-                raise click.UsageError(f"{error.message} {advice[:1].upper()}{advice[1:]}.", ctx) from None
-            raise
+        if advice := advice_for_command(args[0]):
+            ctx.fail(f"No such command {args[0]!r}. {advice[:1].upper()}{advice[1:]}.")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -107,7 +107,7 @@ def _commands(run: DemoRun) -> Mapping[str, str]:
     own = [] if run.bundled else ["--data", run.source, "--label", run.label]
     return {
         "Convert the cells to a store of your own; the store of the demo is gone.": convert,
-        "Measure loading alone, cold and warm, and whether minibatches mix the labels as well as random ones.": shlex.join(
+        "Measure loading alone, cold and warm, and how well minibatches mix the labels.": shlex.join(
             ["zloader", "bench", store, "--cache", "zloader-cache", "--label", run.label]
         ),
         "Train for longer. For cells of your own, add --data FILE.h5ad and --label COLUMN.": shlex.join(

@@ -36,9 +36,9 @@ _ADVICE = {
     "Dataset.split(controls=)": "split the controls and the other rows by themselves, and unite them: see docs/sets.md",
     "zloader append": _MORE_CELLS,
     "zloader index": _STORES,
-    "zloader bill": "python -m benchmarks.training.bill has its arithmetic",
-    "zloader quality": "zl.quality(...) in Python measures how well rows mix; notebook 03 draws the grid",
-    "zloader genes": "dataset.highly_variable_genes(...) in Python chooses them",
+    "zloader bill": "the repository has its arithmetic: python -m benchmarks.training.bill",
+    "zloader quality": "in Python, zl.quality(...) measures how well rows mix, and notebook 03 draws a grid of sizes",
+    "zloader genes": "in Python, dataset.highly_variable_genes(...) chooses them",
 }
 
 
