@@ -43,14 +43,12 @@ WINGS = ["sources", "joining", "writing", "checking"]
 MAY_IMPORT = {
     "tensorstore": {"zloader.reading.tensorstore_reader"},
     "torch": {
-        "zloader.integrations.cell_load",
         "zloader.order.epochs",
         "zloader.training.delivery",
         "zloader.training.devices",
         "zloader.training.minibatch",
         "zloader.training.packed",
         "zloader.training.loader",
-        "zloader.training.normalization",
         "zloader.training.own_transforms",
         "zloader.training.tensors",
         "zloader.producing.shared_memory",

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from zloader.training.csr_rows import CsrRows
     from zloader.training.loader import Loader
     from zloader.training.minibatch import Minibatch
-    from zloader.training.normalization import log1p_normalize
     from zloader.training.packed import PackedRows
 
 
@@ -94,7 +93,6 @@ __all__ = [
     "ZloaderError",
     "convert",
     "example_h5ad",
-    "log1p_normalize",
     "open_dataset",
     "quality",
     "verify",
@@ -133,7 +131,6 @@ _MODULES = {
     "Warmed": "zloader.dataset.warm",
     "convert": "zloader.conversion.convert",
     "example_h5ad": "zloader.conversion.example",
-    "log1p_normalize": "zloader.training.normalization",
     "open_dataset": "zloader.dataset.open_dataset",
     "quality": "zloader.insight.quality",
     "verify": "zloader.conversion.verify",

@@ -114,7 +114,6 @@ CASES = {
     "Downsample": Case(options=given(transforms=[zl.transforms.Downsample(500)])),
     "batch_transform": Case(options=given(batch_transform=changed)),
     "Geneformer": Case(options=tokens("Geneformer")),
-    "Geneformer, masked": Case(options=tokens("Geneformer, masked")),
     "Geneformer and X": Case(options=tokens("Geneformer", x="X")),
     "scGPT": Case(options=tokens("scGPT")),
     "two matrices": Case(options=given(x=BOTH)),

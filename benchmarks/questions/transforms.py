@@ -47,7 +47,6 @@ def configurations(dataset: zl.Dataset) -> dict[str, tuple[str, dict[str, Any]]]
         "Normalize": ("nothing", {"transforms": [T.Normalize(1e4)]}),
         "LogNormalize": ("nothing", {"transforms": [log]}),
         "Clip": ("nothing", {"transforms": [T.Clip(0, 10)]}),
-        "Binarize": ("nothing", {"transforms": [T.Binarize()]}),
         "Scale(std)": ("nothing", {"transforms": [T.Scale(std=std)]}),
         "Downsample 500": ("nothing", {"transforms": [T.Downsample(500)]}),
         "Downsample 2000": ("nothing", {"transforms": [T.Downsample(2000)]}),

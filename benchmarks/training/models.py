@@ -113,9 +113,10 @@ class MaskedValues(torch.nn.Module):
 
 
 def masked_places(tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which places are masked, and the values there, divided by the number of bins."""
-    masked = tokens.labels != -100
-    return masked, tokens.labels[masked] / N_BINS
+    """Which places are masked, at random, and the values there, divided by the number of bins."""
+    masked = (torch.rand(tokens.values.shape) < SHARE) & tokens.attention_mask
+    masked[:, 0] = False  # <cls>
+    return masked, tokens.values[masked] / N_BINS
 
 
 def vocabulary_of(view: zl.Dataset, n_genes: int) -> dict[str, int]:
@@ -145,22 +146,22 @@ def tokens_run(dataset: zl.Dataset, *, epochs: int = 12, n_genes: int = 500, see
     train, test = dataset.split([0.8, 0.2], seed=seed)
     vocabulary = vocabulary_of(train, n_genes)
 
-    def loader(view: zl.Dataset, masked: zl.tokenizers.Masked | None, **options: Any) -> zl.Loader:
-        tokenizer = zl.tokenizers.ScGPT(vocabulary, n_bins=N_BINS, max_length=TOKENS, side="one", masked=masked)
+    tokenizer = zl.tokenizers.ScGPT(vocabulary, n_bins=N_BINS, max_length=TOKENS, side="one")
+
+    def loader(view: zl.Dataset, **options: Any) -> zl.Loader:
         return zl.Loader(view, batch_size=32, x=None, tokens=tokenizer, seed=seed, **options)
 
     model = MaskedValues(len(vocabulary))
-    masked = zl.tokenizers.Masked(SHARE, seed=seed)
 
     def loss_of(minibatch: zl.Minibatch) -> torch.Tensor:
         where, values = masked_places(minibatch.tokens)
         return functional.mse_loss(model(minibatch.tokens, where), values)
 
-    figures = trained(model, loader(train, masked), loss_of, epochs=epochs, rate=3e-3)
-    means = gene_means(loader(train, None), len(vocabulary))
+    figures = trained(model, loader(train), loss_of, epochs=epochs, rate=3e-3)
+    means = gene_means(loader(train), len(vocabulary))
     losses: dict[str, list[torch.Tensor]] = {"model": [], "mean of the gene": []}
     with torch.no_grad():
-        for minibatch in loader(test, masked, shuffle=False):
+        for minibatch in loader(test, shuffle=False):
             where, values = masked_places(minibatch.tokens)
             losses["model"].append((model(minibatch.tokens, where) - values) ** 2)
             losses["mean of the gene"].append((means[minibatch.tokens.input_ids[where]] - values) ** 2)

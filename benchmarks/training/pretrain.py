@@ -4,8 +4,8 @@
     python -m benchmarks.training.pretrain --store s3://bucket/cells.zarr --vocabulary vocab.json \\
         --cache /nvme/zloader --size 51m --batch-size 240 --tokens 1024 --device cuda --compile --checkpoint run.pt
 
-The model reads `zl.Loader(tokens=zl.tokenizers.ScGPT(..., masked=...))`: the bins of a row's genes, some of them
-masked. It predicts the masked ones; the loss is their mean squared error, as shares of the bins. Sizes are in
+The model reads `zl.Loader(tokens=zl.tokenizers.ScGPT(...))`: the bins of a row's genes. Some of them are masked on the
+device. It predicts these; the loss is their mean squared error, as shares of the bins. Sizes are in
 pretraining/model.py, and the parameters are counted and printed.
 
 Rows: without --store, an atlas is made in which genes follow programmes (programmes.py), converted, and put into a
@@ -115,7 +115,7 @@ def oracles(settings: Settings, source: Source) -> dict[str, float]:
         return {}
     training = Training(settings, source, Ranks())
     truth = programmes.truth_of(source.atlas)
-    return oracle_losses(training.held_out, training.tokenizer, truth, seed=settings.seed)
+    return oracle_losses(training.held_out, training.tokenizer, truth, share=settings.masked)
 
 
 def document_of(settings: Settings, source: Source, figures: Figures, extra: Figures) -> Figures:

@@ -116,14 +116,20 @@ def test_the_model_gets_the_fields_of_a_minibatch(page: Any, tmp_path: Path) -> 
 def test_tokens_train_a_masked_language_model(page: Any, tmp_path: Path) -> None:
     names = {name: 4 + number for number, name in enumerate(page.dataset.var_names)}
     vocabulary = {"<pad>": 0, "<mask>": 1, "<cls>": 2, "<eos>": 3} | names
-    tokenizer = zl.tokenizers.Geneformer(
-        vocabulary, dict.fromkeys(names, 1.0), version="v2", masked=zl.tokenizers.Masked(0.15)
-    )
-    options: dict[str, Any] = {"batch_size": 16, "tokens": tokenizer, "x": None}
-    loader = zl.Loader(page.train, **options, batch_transform=lambda minibatch: dict(minibatch.tokens))
+    tokenizer = zl.tokenizers.Geneformer(vocabulary, dict.fromkeys(names, 1.0), version="v2")
+
+    def masked(minibatch: zl.Minibatch) -> dict[str, torch.Tensor]:
+        ids = minibatch.tokens.input_ids
+        chosen = (torch.rand(ids.shape) < 0.15) & (ids > 3)
+        return dict(minibatch.tokens) | {
+            "input_ids": ids.masked_fill(chosen, 1),
+            "labels": ids.masked_fill(~chosen, -100),
+        }
+
+    loader = zl.Loader(page.train, batch_size=16, tokens=tokenizer, x=None, batch_transform=masked)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForMaskedLM(BertConfig(vocab_size=len(vocabulary), **sizes))
-    assert model(**next(iter(zl.Loader(page.train, **options))).tokens).loss.item() > 0
+    assert model(**next(iter(loader))).loss.item() > 0
     done = page.LoaderTrainer(model, arguments(tmp_path, max_steps=2), train_dataset=loader).train()
     assert 0 < done.training_loss < 10
 

@@ -14,7 +14,7 @@ from zloader.common.records import CsrArrays
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.gather import StoreRows, UnfitValue, compressed
 from zloader.selecting.genes import ChosenGenes
-from zloader.transforms import Binarize, Clip, Downsample, LogNormalize, Scale
+from zloader.transforms import Clip, Downsample, LogNormalize, Scale
 
 pytestmark = pytest.mark.any_version
 
@@ -166,7 +166,7 @@ CASES = {
     "log, dense and half": ([LogNormalize(1e4)], True, "bfloat16", None),
     "downsampled": ([Downsample(20)], False, "float32", None),
     "downsampled, half": ([Downsample(20)], False, "float16", None),
-    "clipped": ([Clip(0, 2), Binarize()], False, "int32", None),
+    "clipped": ([Clip(0, 2), Clip(0, 1)], False, "int32", None),
     "genes": ([Downsample(400), LogNormalize(1e4)], False, "float32", CHOSEN),
     "genes, dense": ([LogNormalize(1e4)], True, "float32", CHOSEN),
 }

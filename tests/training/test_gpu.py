@@ -185,13 +185,6 @@ def test_states_and_statistics_count_received_minibatches(dataset):
     minibatches.close()
 
 
-def test_normalisation_on_the_gpu(dataset):
-    for layout in ("csr", "dense"):
-        there, here = (next(iter(zl.Loader(dataset, layout=layout, device=d, **SIZES))) for d in ("cuda", None))
-        found = zl.log1p_normalize(there.x).to_dense().cpu()
-        torch.testing.assert_close(found, zl.log1p_normalize(here.x).to_dense())
-
-
 def test_a_gpu_that_does_not_exist_is_refused(dataset):
     with pytest.raises(OptionError, match=r"device='cuda:99' is not available. Available: cpu, cuda:0"):
         zl.Loader(dataset, device="cuda:99")

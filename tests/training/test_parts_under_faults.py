@@ -22,7 +22,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "controls": zl.MatchedControls("passed", match="lane", n=1),
         "obs": ["donor"],
     },
-    "tokens": {"tokens": zl.tokenizers.ScGPT(TOKENS, max_length=12, masked=zl.tokenizers.Masked(0.4)), "x": None},
+    "tokens": {"tokens": zl.tokenizers.ScGPT(TOKENS, max_length=12), "x": None},
     "matrices with transforms": {"x": ["X", "layers/twice"], "transforms": [zl.transforms.LogNormalize(1e3)]},
     "large columns": {"obs": ["cell_type", "n_counts", "lane"], "obsm": ["X_pca"]},
 }

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 
 import zloader as zl
 from zloader.common.errors import OptionError
-from zloader.transforms import Binarize, Clip, Downsample, LogNormalize, Normalize, RowValues, Scale, Transform
+from zloader.transforms import Clip, Downsample, LogNormalize, Normalize, RowValues, Scale, Transform
 
 N_ROWS, N_GENES = 9, 6
 ADATA = counts(N_ROWS, N_GENES, density=0.5)
@@ -26,7 +26,7 @@ POOL = [
     Clip(None, 3),
     Clip(-1, 2),
     Clip(None, -1),
-    Binarize(),
+    Clip(0, 1),
     Downsample(5),
     Normalize(3.5),
     Normalize(50),
@@ -48,8 +48,6 @@ def of_numpy(transform: Transform, x: np.ndarray, number: int) -> np.ndarray:
     match transform:
         case Clip():
             return np.clip(x, transform.low, transform.high)
-        case Binarize():
-            return (x > 0).astype(np.float64)
         case Scale():
             return (x - (0 if transform.mean is None else transform.mean)) / transform.std
     if (x < 0).any():

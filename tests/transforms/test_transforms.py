@@ -19,7 +19,7 @@ import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.reading.forms import Transforming
 from zloader.testing import assert_resumes_anywhere
-from zloader.transforms import Binarize, Clip, Downsample, LogNormalize, Normalize, Scale
+from zloader.transforms import Clip, Downsample, LogNormalize, Normalize, Scale
 from zloader.transforms.normalizing import _log_normalize, sum_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some cells have zero counts", "ignore:zero-centering a sparse")
@@ -76,7 +76,7 @@ LIKE_SCANPY = {
         [LogNormalize(250.5)],
         [lambda adata: scanpy.pp.normalize_total(adata, target_sum=250.5), scanpy.pp.log1p],
     ),
-    "binary": ([Binarize()], [lambda adata: sklearn.preprocessing.binarize(adata.X, copy=False)]),
+    "binary": ([Clip(0, 1)], [lambda adata: sklearn.preprocessing.binarize(adata.X, copy=False)]),
     "clipped": ([Clip(0, 3)], [lambda adata: np.clip(adata.X.data, 0, 3, out=adata.X.data)]),
 }
 
@@ -209,7 +209,7 @@ def test_it_resumes_anywhere(dataset):
 # ---- Form
 
 
-@pytest.mark.parametrize("transform", [Downsample(5), Clip(0, 3), Binarize(), LogNormalize(1)], ids=repr)
+@pytest.mark.parametrize("transform", [Downsample(5), Clip(0, 3), LogNormalize(1)], ids=repr)
 def test_csr_holds_no_zeros_and_ascending_genes(dataset, transform):
     for x in ("X", "layers/dense"):
         for minibatch in zl.Loader(dataset, x=x, transforms=[transform], layout="scipy", **SIZES):
@@ -258,7 +258,7 @@ def test_each_matrix_may_have_its_own(dataset):
     loader = zl.Loader(
         dataset,
         x=["X", "layers/dense"],
-        transforms={"layers/dense": [Binarize()]},
+        transforms={"layers/dense": [Clip(0, 1)]},
         layout="dense",
         genes=GENES,
         **SIZES,
@@ -339,7 +339,7 @@ def test_nan_is_no_count_and_stays_nan_otherwise():
     with pytest.raises(Exception, match="nan"):
         made(Downsample(1))
     assert np.isnan(made(LogNormalize(1))).all()
-    assert np.isnan(made(Clip(0, 2))).tolist() == np.isnan(made(Binarize())).tolist() == [False, True, False]
+    assert np.isnan(made(Clip(0, 2))).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -371,8 +371,8 @@ def test_options_that_cannot_be_used_are_refused(make, says):
         ({"transforms": LogNormalize(1)}, r"write transforms=\[LogNormalize\(target_sum=1.0, base=None\)\]"),
         ({"transforms": None}, r"transforms must be a list such as .*, not None"),
         ({"transforms": {"layer/dense": []}}, r"the loader's matrices are: 'X'"),
-        ({"transforms": {"x": [Binarize()]}}, "Did you mean 'X'"),
-        ({"transforms": [Binarize()], "x": None}, "transforms need an x, but x is None"),
+        ({"transforms": {"x": [Clip(0, 1)]}}, "Did you mean 'X'"),
+        ({"transforms": [Clip(0, 1)], "x": None}, "transforms need an x, but x is None"),
         ({"transforms": [LogNormalize(1)], "dtype": "int32"}, "makes fractions, which int32 cannot hold"),
         ({"transforms": [Clip(0, 1e10)], "dtype": "int32"}, "1.*, which int32 cannot hold"),
         (

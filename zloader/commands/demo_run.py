@@ -32,7 +32,8 @@ from zloader.order.permutation import key_of, shuffled
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
 from zloader.testing.seaweed import SeaweedFS
 from zloader.training.loader import Loader, Minibatch
-from zloader.training.normalization import log1p_normalize
+from zloader.transforms.normalizing import LogNormalize
+from zloader.transforms.of_values import Clip
 
 BATCH_SIZE = 64
 _HELD_OUT_SHARE = 0.2
@@ -151,6 +152,7 @@ class _Task:
             fetch_factor=self.fetch_factor,
             sampling=sampling,
             obs=[self.label],
+            transforms=[Clip(0, None), LogNormalize(1e4)],  # the user's file may hold values below 0
             seed=seed,
             rank=0,
             world_size=1,
@@ -186,7 +188,7 @@ def _model(task: _Task) -> tuple[Classifier, torch.optim.Optimizer]:
 
 
 class Classifier(torch.nn.Module):
-    """One linear layer over log1p(counts per 10 000) of a sparse CSR minibatch.
+    """One linear layer over a sparse CSR minibatch.
 
     An embedding bag computes the product: for each cell, it sums the weights of its genes times their values.
     """
@@ -197,12 +199,9 @@ class Classifier(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(n_categories))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits (rows x categories) of a float32 CSR tensor of counts (rows x genes)."""
-        counts = x.values().clamp(min=0)  # the user's file may hold values below 0
-        x = torch.sparse_csr_tensor(x.crow_indices(), x.col_indices(), counts, x.shape, check_invariants=False)
-        scaled = log1p_normalize(x).values()
+        """Logits (rows x categories) of a float32 CSR tensor (rows x genes)."""
         summed = functional.embedding_bag(
-            x.col_indices(), self.weight, x.crow_indices()[:-1], mode="sum", per_sample_weights=scaled
+            x.col_indices(), self.weight, x.crow_indices()[:-1], mode="sum", per_sample_weights=x.values()
         )
         return summed + self.bias
 

@@ -130,7 +130,7 @@ X: TypeAlias = CsrArrays | NDArray[np.generic]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenArrays:
-    """The tokens of a minibatch, rows x places: `input_ids`, `values`, `attention_mask` and, if wanted, `labels`.
+    """The tokens of a minibatch, rows x places: `input_ids`, `values` and `attention_mask`.
 
     Row i has `lengths[i]` tokens; its other places are padding.
     """
@@ -139,13 +139,11 @@ class TokenArrays:
     values: NDArray[np.float32]
     attention_mask: NDArray[np.bool_]
     lengths: Rows
-    labels: NDArray[np.generic] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = (self.input_ids, self.values, self.attention_mask, self.lengths, self.labels)
-        return sum(array.nbytes for array in arrays if array is not None)
+        return sum(array.nbytes for array in (self.input_ids, self.values, self.attention_mask, self.lengths))
 
     def cut(self, first: int, last: int) -> TokenArrays:
         """The tokens of the rows `[first, last)`, with the same padding."""
@@ -154,7 +152,6 @@ class TokenArrays:
             values=self.values[first:last],
             attention_mask=self.attention_mask[first:last],
             lengths=self.lengths[first:last],
-            labels=None if self.labels is None else self.labels[first:last],
         )
 
 

@@ -6,9 +6,8 @@ from zloader.common.keywords import answers
 from zloader.common.removed import absent
 from zloader.tokenizers.geneformer import Geneformer
 from zloader.tokenizers.scgpt import ScGPT
-from zloader.tokenizers.tokenizer import Masked
 
-__all__ = ["Geneformer", "Masked", "ScGPT"]
+__all__ = ["Geneformer", "ScGPT"]
 
 for _name in __all__:
     globals()[_name] = answers(globals()[_name])

@@ -14,7 +14,7 @@ from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows
 from zloader.tokenizers.counts import known_genes, sort_down
-from zloader.tokenizers.tokenizer import BoundTokenizer, Masked, RaggedTokens, TokenOptions, mask_genes
+from zloader.tokenizers.tokenizer import BoundTokenizer, RaggedTokens, TokenOptions
 from zloader.tokenizers.vocabulary import (
     GeneNames,
     GeneTokens,
@@ -54,14 +54,13 @@ class Geneformer(TokenOptions):
             A name that is unknown is also looked up in capitals.
         n_counts: the obs column with the total counts of each row. Default: the sum of the row's values in `x`.
             It changes `values` only, not the order of the genes.
-        pad, mask: the padding and mask tokens, by name or id.
+        pad: the padding token, by name or id.
         cls, eos: the first and last token, by name or id; None for none. Default: those of the version.
         x: the matrix of counts, as in zl.Loader.
         genes_by: the var column with the names of genes that the token dictionary has. Default: the gene names of the
             dataset.
         dtype: that of `input_ids`, `"int64"` or `"int32"`, or such a dtype of torch or NumPy.
         pad_to: pads all rows to this length. Default: to the longest row of the minibatch.
-        masked: a zl.tokenizers.Masked, to mask genes.
 
     Raises OptionError for unusable options, and when a Loader is made for a dataset without any gene of the token
     dictionary.
@@ -74,7 +73,6 @@ class Geneformer(TokenOptions):
     gene_mapping: Given | None = field(default=None, kw_only=True)
     n_counts: str | None = field(default=None, kw_only=True)
     pad: str | int = field(default="<pad>", kw_only=True)
-    mask: str | int = field(default="<mask>", kw_only=True)
     cls: str | int | None = field(default=_OF_VERSION, kw_only=True)
     eos: str | int | None = field(default=_OF_VERSION, kw_only=True)
 
@@ -94,8 +92,8 @@ class Geneformer(TokenOptions):
             if getattr(self, name) == _OF_VERSION:
                 self._put(**{name: f"<{name}>" if self.version == "v2" else None})
         special = [self._special(name) for name in ("cls", "eos")]
-        if self._special("pad") is None or (self.masked is not None and self._special("mask") is None):
-            raise OptionError("pad and mask must be the name or the id of a token, not None")
+        if self._special("pad") is None:
+            raise OptionError("pad must be the name or the id of a token, not None")
         self._check(self._longest, sum(token is not None for token in special))
 
     @property
@@ -111,14 +109,11 @@ class Geneformer(TokenOptions):
 
     def bind(self, genes: GeneNames) -> BoundTokenizer:
         """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them, or lacks a median."""
-        special = {name: self._special(name) for name in ("pad", "cls", "eos", "mask") if name != "mask" or self.masked}
+        special = {name: self._special(name) for name in ("pad", "cls", "eos")}
         found = gene_tokens(genes, self._tokens, special, option="token_dictionary", spelled=self._spelled, summed=True)
-        ids = {token for name, token in self._tokens.items() if not name.startswith("<")} - {*special.values()}
-        mask = special.get("mask")
         return _Ranking(
-            **self._bound_parts(genes.where, max_length=self._longest, pad_value=0, labels="int64"),
+            **self._bound_parts(genes.where, max_length=self._longest, pad_value=0),
             genes=self._with_medians(genes, found),
-            mask_ids=(-1 if mask is None else mask, np.array(sorted(ids), np.int32)),
             n_counts=self.n_counts,
         )
 
@@ -143,7 +138,6 @@ class Geneformer(TokenOptions):
 class _Ranking(BoundTokenizer):
     """Geneformer for the genes of a matrix."""
 
-    mask_ids: tuple[int, NDArray[np.int32]]
     n_counts: str | None
 
     def rows(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None) -> RaggedTokens:
@@ -165,9 +159,6 @@ class _Ranking(BoundTokenizer):
         special = (self.cls, self.eos, self.max_length)
         into = (out.ids, out.values, out.starts, out.lengths)
         return int(_rank((x.indptr, x.indices, x.values), totals, axis, special, into))
-
-    def _mask(self, masked: Masked, tokens: RaggedTokens, index: Rows) -> RaggedTokens:
-        return mask_genes(masked, tokens, self.n_special, index, self.epoch, self.mask_ids)
 
 
 @compiled

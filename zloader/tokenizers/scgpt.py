@@ -18,7 +18,7 @@ from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows
 from zloader.order.permutation import key_of
 from zloader.tokenizers.counts import known_genes, part_of, sort_down, word_at
-from zloader.tokenizers.tokenizer import BoundTokenizer, Masked, RaggedTokens, TokenOptions, mask_values
+from zloader.tokenizers.tokenizer import BoundTokenizer, RaggedTokens, TokenOptions
 from zloader.tokenizers.vocabulary import GeneNames, Given, dictionary, gene_tokens, token_id
 
 _U64 = np.uint64
@@ -207,13 +207,11 @@ class ScGPT(TokenOptions):
             `"one"` takes the last one.
         pad, cls, eos: the padding, first and last token, by name or id; None for no first or last token.
         pad_value: the value at padding.
-        mask_value: the value at masked places.
         x: the matrix of counts, as in zl.Loader.
         genes_by: the var column with the names of genes that the vocabulary has. Default: the gene names of the
             dataset.
         dtype: that of `input_ids`, `"int64"` or `"int32"`, or such a dtype of torch or NumPy.
         pad_to: pads all rows to this length. Default: to the longest row of the minibatch.
-        masked: a zl.tokenizers.Masked, to mask values.
 
     Raises OptionError for unusable options, and when a Loader is made for a dataset without any gene of the vocabulary.
     """
@@ -229,7 +227,6 @@ class ScGPT(TokenOptions):
     cls: str | int | None = field(default="<cls>", kw_only=True)
     eos: str | int | None = field(default=None, kw_only=True)
     pad_value: float = field(default=-2, kw_only=True)
-    mask_value: float = field(default=-1, kw_only=True)
 
     _dictionary, _shown = "vocabulary", ("n_bins", "max_length")
 
@@ -239,7 +236,7 @@ class ScGPT(TokenOptions):
             require_whole(2, n_bins=self.n_bins)
         require_flag(log1p=self.log1p, sample=self.sample)
         require_one_of(("both", "one"), side=self.side)
-        for name in ("normalize", "pad_value", "mask_value"):
+        for name in ("normalize", "pad_value"):
             value = getattr(self, name)
             if not (value is None and name == "normalize") and not (is_number(value) and np.isfinite(value)):
                 raise OptionError(f"{name} must be a finite number, not {value!r:.100}")
@@ -253,7 +250,7 @@ class ScGPT(TokenOptions):
         """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them."""
         special = {name: self._special(name) for name in ("pad", "cls", "eos")}
         return _Binning(
-            **self._bound_parts(genes.where, max_length=self.max_length, pad_value=self.pad_value, labels="float32"),
+            **self._bound_parts(genes.where, max_length=self.max_length, pad_value=self.pad_value),
             genes=gene_tokens(genes, self._tokens, special, option="vocabulary"),
             options=self,
             quantiles=np.empty(0) if self.n_bins is None else np.linspace(0, 1, self.n_bins - 1),
@@ -266,9 +263,6 @@ class _Binning(BoundTokenizer):
 
     options: ScGPT
     quantiles: NDArray[np.float64]
-
-    def _mask(self, masked: Masked, tokens: RaggedTokens, index: Rows) -> RaggedTokens:
-        return mask_values(masked, tokens, self.n_special, index, self.epoch, self.options.mask_value)
 
     def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
         options = self.options

@@ -29,34 +29,32 @@ Tokenizer: TypeAlias = Geneformer | ScGPT
 
 log = logging.getLogger("zloader")
 
-_OF_MODELS = ("input_ids", "attention_mask", "labels")
+_OF_MODELS = ("input_ids", "attention_mask")
 
 
 @dataclass(kw_only=True)
 class Tokens:
     """The tokens of a minibatch, as `minibatch.tokens`. All tensors but `lengths` are rows x places.
 
-    `model(**tokens)` and `dict(tokens)` have the tensors that a model of transformers takes: `input_ids`,
-    `attention_mask`, and `labels` if there are some.
+    `model(**tokens)` and `dict(tokens)` have the tensors that a model of transformers takes: `input_ids` and
+    `attention_mask`.
 
     input_ids: token ids, int64 or int32, padded with the tokenizer's pad id.
     values: the values of the tokens, float32.
     attention_mask: True where there is a token, False at padding.
     lengths: the number of tokens of each row, int64.
-    labels: for masked training: what was masked, -100 elsewhere; None without `masked=`.
     """
 
     input_ids: torch.Tensor
     values: torch.Tensor
     attention_mask: torch.Tensor
     lengths: torch.Tensor
-    labels: torch.Tensor | None = None
 
     # Not a collections.abc.Mapping: it would have to have a method `values`, and libraries would rebuild it from the
     # tensors for a model alone.
     def keys(self) -> tuple[str, ...]:
         """The names of the tensors that a model of transformers takes."""
-        return _OF_MODELS if self.labels is not None else _OF_MODELS[:-1]
+        return _OF_MODELS
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.keys():
@@ -71,15 +69,11 @@ class Tokens:
     @classmethod
     def of(cls, arrays: TokenArrays, array: Callable[[NDArray[Any]], Any]) -> Tokens:
         """The results of `array` for these arrays."""
-        made = {each.name: getattr(arrays, each.name) for each in fields(cls)}
-        results: dict[str, Any] = {name: None if each is None else array(each) for name, each in made.items()}
-        return cls(**results)
+        return cls(**{each.name: array(getattr(arrays, each.name)) for each in fields(cls)})
 
     def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
         """The results of a function for all tensors."""
-        made = {each.name: getattr(self, each.name) for each in fields(self)}
-        results: dict[str, Any] = {name: None if tensor is None else function(tensor) for name, tensor in made.items()}
-        return Tokens(**results)
+        return Tokens(**{each.name: function(getattr(self, each.name)) for each in fields(self)})
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Tokens:
         """A copy on the device."""

@@ -19,12 +19,11 @@ from zloader.common.keywords import answers
 from zloader.common.removed import absent
 from zloader.transforms.downsampling import Downsample
 from zloader.transforms.normalizing import LogNormalize, Normalize
-from zloader.transforms.of_values import Binarize, Clip, Scale
+from zloader.transforms.of_values import Clip, Scale
 from zloader.transforms.statistics import GeneStatistics
 from zloader.transforms.transform import Columns, RefusedValue, RowValues, Transform
 
 __all__ = [
-    "Binarize",
     "Clip",
     "Columns",
     "Downsample",

@@ -169,8 +169,7 @@ class LogNormalize(Normalize):
     >>> round(float(next(iter(loader)).x[1].expm1().sum()))
     10000
 
-    `base` is the base of the logarithm; None for the natural one. The rest is as in Normalize. `zl.log1p_normalize`
-    does the same to a tensor in the training loop, on any device, with the genes that the tensor has.
+    `base` is the base of the logarithm; None for the natural one. The rest is as in Normalize.
     """
 
     base: float | None = None

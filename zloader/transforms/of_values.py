@@ -1,4 +1,4 @@
-"""Transforms of each value by itself: clipped, as 0 or 1, or scaled by its gene. Pure."""
+"""Transforms of each value by itself: clipped, or scaled by its gene. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,6 @@ def _clip(values: NDArray[Any], low: float, high: float) -> None:
         value = values[i]
         value = values.dtype.type(low) if value < low else value
         values[i] = values.dtype.type(high) if value > high else value
-
-
-@compiled
-def _binarize(values: NDArray[Any]) -> None:
-    one, zero = values.dtype.type(1), values.dtype.type(0)
-    for i in range(len(values)):
-        value = values[i]
-        values[i] = one if value > 0 else (zero if value <= 0 else value)  # NaN stays
 
 
 @compiled
@@ -106,21 +98,6 @@ class Clip(Transform):
 
     def apply(self, x: RowValues) -> None:
         _clip(x.values, *self._limits)
-
-
-@dataclass(frozen=True)
-class Binarize(Transform):
-    """1 for values above 0, and 0 for all others. NaN stays NaN.
-
-    >>> loader = zl.Loader(dataset, transforms=[zl.transforms.Binarize()], layout="dense")
-    >>> next(iter(loader)).x.unique()
-    tensor([0., 1.])
-    """
-
-    makes_zeros = True
-
-    def apply(self, x: RowValues) -> None:
-        _binarize(x.values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -219,5 +219,4 @@ def tokenizer(name: str, dataset: Any) -> Any:
     if name.startswith("scGPT"):
         return zl.tokenizers.ScGPT(vocabulary, max_length=2048)
     medians = dict(zip(names, np.random.default_rng(0).lognormal(0, 1, len(names)).tolist(), strict=True))
-    masked = zl.tokenizers.Masked(0.15) if "masked" in name else None
-    return zl.tokenizers.Geneformer(vocabulary, medians, max_length=2048, masked=masked)
+    return zl.tokenizers.Geneformer(vocabulary, medians, max_length=2048)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 import zloader as zl
-from benchmarks.training.pretraining.model import predicted
+from benchmarks.training.pretraining.model import masked_places, predicted
 from benchmarks.training.pretraining.ranks import Ranks
 from benchmarks.training.pretraining.settings import N_BINS
 from zloader.training.tokens import Tokens
@@ -19,9 +19,9 @@ class GeneMeans:
     def __init__(self, n_tokens: int, device: torch.device) -> None:
         self.totals = torch.zeros(2, n_tokens, dtype=torch.float64, device=device)
 
-    def add(self, tokens: Tokens, truth: torch.Tensor, masked: torch.Tensor) -> None:
-        """Counts all values of a minibatch. `truth` has those of masked places."""
-        values = torch.where(masked, truth, tokens.values / N_BINS)
+    def add(self, tokens: Tokens) -> None:
+        """Counts all values of a minibatch."""
+        values = tokens.values / N_BINS
         of_genes = tokens.attention_mask & (values > 0)  # a special token has the value 0
         for number, weights in enumerate((torch.where(of_genes, values, 0), of_genes)):
             ids = tokens.input_ids.flatten()
@@ -35,12 +35,17 @@ class GeneMeans:
 
 @torch.no_grad()
 def held_out_losses(
-    model: Callable[..., torch.Tensor], minibatches: Iterable[zl.Minibatch], means: torch.Tensor, ranks: Ranks
+    model: Callable[..., torch.Tensor],
+    minibatches: Iterable[zl.Minibatch],
+    means: torch.Tensor,
+    ranks: Ranks,
+    share: float,
 ) -> dict[str, float]:
-    """Mean squared errors at the masked places of all ranks' minibatches."""
+    """Mean squared errors of all ranks' minibatches, at masked places that are the same each time."""
     errors = torch.zeros(3, dtype=torch.float64, device=means.device)
-    for minibatch in minibatches:
-        predictions, truth, masked = predicted(model, minibatch.tokens, N_BINS)
+    for number, minibatch in enumerate(minibatches):
+        masked = masked_places(minibatch.tokens, share, number)
+        predictions, truth = predicted(model, minibatch.tokens, masked, N_BINS)
         each = [predictions, means[minibatch.tokens.input_ids]]
         errors[:2] += torch.stack([torch.where(masked, one - truth, 0).double().square().sum() for one in each])
         errors[2] += masked.sum()

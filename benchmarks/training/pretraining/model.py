@@ -6,6 +6,7 @@ Then come layers of attention, without an order of places, and a head that predi
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,6 @@ from torch import nn
 from torch.nn import functional
 
 from zloader.training.tokens import Tokens
-
-NO_LABEL = -100  # where nothing is masked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +79,22 @@ class MaskedValues(nn.Module):
         return self.head(self.norm(places)).squeeze(-1)
 
 
-def predicted(model: nn.Module, tokens: Tokens, n_bins: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The predictions of a model, the true values, and which places are masked; each rows x places.
+def masked_places(tokens: Tokens, share: float, *key: int) -> torch.Tensor:
+    """A share of the genes of each row, rows x places. They depend on the key, and on the shape of the minibatch."""
+    generator = torch.Generator(tokens.values.device).manual_seed(zlib.crc32(repr(key).encode()))
+    chosen = torch.rand(tokens.values.shape, generator=generator, device=tokens.values.device) < share
+    chosen[:, 0] = False  # <cls>
+    return chosen & tokens.attention_mask
+
+
+def predicted(model: nn.Module, tokens: Tokens, masked: torch.Tensor, n_bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The predictions of a model, and the true values; each rows x places.
 
     Attention needs no mask, and is faster without, if the minibatch has no padding.
     """
-    assert tokens.labels is not None
-    masked = tokens.labels != NO_LABEL
     values = tokens.values.clamp(min=0) / n_bins
     attended = None if bool(tokens.attention_mask.all()) else tokens.attention_mask[:, None, None]
-    return model(tokens.input_ids, values, masked, attended).float(), tokens.labels / n_bins, masked
+    return model(tokens.input_ids, values, masked, attended).float(), values
 
 
 def masked_loss(predictions: torch.Tensor, truth: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:

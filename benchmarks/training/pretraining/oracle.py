@@ -21,6 +21,7 @@ from scipy.special import gammaln
 
 import zloader as zl
 from benchmarks.data.programmes import DEPTH_SD, OF_CELL_SD, OF_TYPE_SD, Truth
+from benchmarks.training.pretraining.model import masked_places
 from zloader.training.tokens import Tokens
 
 _STEPS = 12  # of Newton's method; the last ones change nothing
@@ -28,25 +29,26 @@ _LARGEST_STEP = 1.0
 Floats = NDArray[np.float64]
 
 
-def oracle_losses(dataset: zl.Dataset, tokenizer: zl.tokenizers.ScGPT, truth: Truth, *, seed: int) -> dict[str, float]:
-    """The losses of both oracles at the masked places of epoch 0 of the rows of `dataset`, with `seed` of the loader.
+def oracle_losses(
+    dataset: zl.Dataset, tokenizer: zl.tokenizers.ScGPT, truth: Truth, *, share: float
+) -> dict[str, float]:
+    """The losses of both oracles at a share of the places of the rows of `dataset`.
 
     The vocabulary of `tokenizer` has all genes, in their order, after its special tokens.
     """
     n_special = len(tokenizer.vocabulary) - len(truth.level)
-    whole = replace(tokenizer, masked=None, max_length=len(tokenizer.vocabulary), pad_to=None)
-    loaders = [zl.Loader(dataset, x=None, tokens=each, shuffle=False, seed=seed) for each in (tokenizer, whole)]
-    counted = zl.Loader(dataset, layout="dense", shuffle=False, seed=seed)
+    whole = replace(tokenizer, max_length=len(tokenizer.vocabulary), pad_to=None)
+    loaders = [zl.Loader(dataset, x=None, tokens=each, shuffle=False) for each in (tokenizer, whole)]
+    counted = zl.Loader(dataset, layout="dense", shuffle=False)
     errors: dict[str, list[Floats]] = {"true rates": [], "true programmes": []}
-    for masked, full, counts in zip(*loaders, counted, strict=True):
-        assert np.array_equal(masked.index, counts.index)
-        assert masked.tokens.labels is not None
+    for minibatch, (some, full, counts) in enumerate(zip(*loaders, counted, strict=True)):
+        assert np.array_equal(some.index, counts.index)
+        masked = masked_places(some.tokens, share, minibatch).numpy()
         for number, row in enumerate(counts.index.tolist()):
-            ids, labels = masked.tokens.input_ids[number].numpy(), masked.tokens.labels[number].numpy()
-            genes = ids - n_special
+            genes, values = some.tokens.input_ids[number].numpy() - n_special, some.tokens.values[number].numpy()
             of_row = counts.x[number].numpy()
             bins = _bins_of_counts(full.tokens, number, of_row, n_special) / tokenizer.n_bins
-            hidden = labels >= 0
+            hidden = masked[number]
             if not hidden.any():
                 continue
             seen = genes[(genes >= 0) & ~hidden]
@@ -58,7 +60,7 @@ def oracle_losses(dataset: zl.Dataset, tokenizer: zl.tokenizers.ScGPT, truth: Tr
                 ),
             }
             for name, each in rates.items():
-                errors[name].append((_mean_values(each, bins) - labels[hidden] / tokenizer.n_bins) ** 2)
+                errors[name].append((_mean_values(each, bins) - values[hidden] / tokenizer.n_bins) ** 2)
     return {name: float(np.concatenate(each).mean()) for name, each in errors.items()}
 
 

@@ -25,7 +25,7 @@ import zloader as zl
 from benchmarks.training.pretraining import checkpoint
 from benchmarks.training.pretraining.costs import costs_of, peak_flops
 from benchmarks.training.pretraining.held_out import GeneMeans, held_out_losses
-from benchmarks.training.pretraining.model import SHAPES, MaskedValues, masked_loss, predicted
+from benchmarks.training.pretraining.model import SHAPES, MaskedValues, masked_loss, masked_places, predicted
 from benchmarks.training.pretraining.ranks import Ranks, gpu_bytes, peak_bytes, ray_cpu_s, streamed
 from benchmarks.training.pretraining.settings import N_BINS, Settings, Source, tokenizer_of, vocabulary_of
 from zloader.training.tokens import Tokens
@@ -168,8 +168,8 @@ class Training:
         progress, tokens = self.progress, minibatch.tokens
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.rate * self._rate_share(progress.step)
-        loss, truth, masked = self._descend(tokens)
-        self.means.add(tokens, truth, masked)
+        loss = self._descend(tokens)
+        self.means.add(tokens)
         checksum = zlib.crc32(minibatch.index.cpu().numpy().tobytes())
         known = (len(minibatch), tokens.lengths.sum().item(), checksum, loss.item())
         rows, n_tokens, checksums, losses = self._sums(known)
@@ -184,16 +184,17 @@ class Training:
         for name, value in {"steps": 1, "rows": rows, "tokens": n_tokens, "flops": flops, "losses": mean_loss}.items():
             now[name] += value
 
-    def _descend(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A step of the optimizer. Returns the loss, the true values, and which places are masked."""
+    def _descend(self, tokens: Tokens) -> torch.Tensor:
+        """A step of the optimizer, which masks other places than any other step. Returns the loss."""
+        masked = masked_places(tokens, self.settings.masked, self.settings.seed, self.progress.step, self.ranks.rank)
         with self._autocast():
-            predictions, truth, masked = predicted(self._trained, tokens, N_BINS)
+            predictions, truth = predicted(self._trained, tokens, masked, N_BINS)
         loss = masked_loss(predictions, truth, masked)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return loss.detach(), truth, masked
+        return loss.detach()
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16)
@@ -206,13 +207,15 @@ class Training:
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (self.total_steps - warmup)))
 
     def held_out_minibatches(self) -> Iterator[zl.Minibatch]:
-        """The held-out rows, with the same masked places each time."""
+        """The held-out rows, in order."""
         return iter(self._loader(self.held_out, shuffle=False))
 
     def _held_out(self) -> Figures:
         began = time.perf_counter()
         with self._autocast():
-            losses = held_out_losses(self.model, self.held_out_minibatches(), self.means.means(self.ranks), self.ranks)
+            losses = held_out_losses(
+                self.model, self.held_out_minibatches(), self.means.means(self.ranks), self.ranks, self.settings.masked
+            )
         return {"held_out": losses, "held_out_s": time.perf_counter() - began}
 
     def _print(self, epoch: Figures) -> None:
@@ -232,20 +235,17 @@ class Training:
     def _rows_per_s_alone(self) -> float:
         """Rows per second of this rank on tokens that are there already. Leaves the model as it was."""
         rows, length = self.settings.batch_size, self.settings.tokens
-        labels = torch.full((rows, length), -100.0)
-        labels[:, :: round(1 / self.settings.masked)] = 1.0
         tokens = Tokens(
             input_ids=torch.arange(rows * length).view(rows, length) % self.n_tokens,
             values=torch.ones(rows, length),
             attention_mask=torch.ones(rows, length, dtype=torch.bool),
             lengths=torch.full((rows,), length),
-            labels=labels,
         ).to(self.device)
         saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         took: list[float] = []
         while len(took) < 4 or sum(took[2:]) < self.settings.probe_s:  # the first steps compile, and find memory
             began = time.perf_counter()
-            self._descend(tokens)[0].item()
+            self._descend(tokens).item()
             took += [each / self.ranks.size for each in self._sums([time.perf_counter() - began])]
         self.model.load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])

@@ -60,14 +60,13 @@ class Source:
 
 
 def tokenizer_of(settings: Settings, vocabulary: dict[str, int]) -> zl.tokenizers.ScGPT:
-    """scGPT's tokens with masked values. Compiled models get rows of one length."""
+    """scGPT's tokens. Compiled models get rows of one length."""
     return zl.tokenizers.ScGPT(
         vocabulary,
         n_bins=N_BINS,
         max_length=settings.tokens,
         side="one",
         pad_to=settings.tokens if settings.compile else None,
-        masked=zl.tokenizers.Masked(settings.masked, seed=settings.seed),
     )
 
 
