@@ -7,13 +7,15 @@ import gc
 import logging
 import pickle
 import queue
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import assert_threads_end, check_minibatch, counts, write_store
+from helpers import PATIENCE_S, assert_threads_end, check_minibatch, counts, write_store
 
 import zloader as zl
 from zloader.common.errors import ConcurrentUseError
@@ -280,3 +282,38 @@ def test_an_iterator_cannot_be_copied(loader, way):
     with pytest.raises(TypeError, match=r"pickle the Loader, or save its state_dict\(\)"):
         way(minibatches)
     assert rows_of(minibatches) == list(range(503))
+
+
+_AFTER_THE_MAIN_THREAD = """
+import sys, threading, zloader as zl
+begun = threading.Event()
+
+def iterate():
+    loader = zl.Loader(zl.open_dataset(sys.argv[1]), obs=["cell_type"], batch_size=8, fetch_factor=4)
+    minibatches = iter(loader)
+    if sys.argv[2] == "in an epoch":
+        next(minibatches)
+    begun.set()
+    threading.main_thread().join()
+    try:
+        for _ in range(100):
+            for _ in minibatches:
+                pass
+            minibatches = iter(loader)
+    except zl.ZloaderError as error:
+        print(error)
+
+threading.Thread(target=iterate).start()
+begun.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before an epoch", "in an epoch"])
+def test_a_thread_that_iterates_when_the_main_thread_has_ended_is_told_so(bucket, when):
+    """Python starts no more work in threads then."""
+    command = [sys.executable, "-c", _AFTER_THE_MAIN_THREAD, str(bucket / "atlas" / "counts.zarr"), when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the main thread has ended" in done.stdout
+    assert "damaged" not in done.stdout

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from zloader.common.child import children_kept
+from zloader.common.errors import ZloaderError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -21,6 +22,15 @@ def concurrently(function: Callable[[Item], Result], items: Sequence[Item]) -> l
         return [function(items[0])]
     with children_kept(), ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="zloader-open") as threads:
         return list(threads.map(function, items))
+
+
+def require_main_thread() -> None:
+    """Raises ZloaderError once the main thread has ended, because Python then starts no more work in threads."""
+    if not threading.main_thread().is_alive():
+        raise ZloaderError(
+            "the main thread has ended, and Python then starts no more work in threads: let the main thread wait for "
+            "this one with join()"
+        )
 
 
 def fulfil(future: Future[Result], function: Callable[..., Result], *args: Any) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
 from zloader.access.zarr_groups import UNDECODABLE, member_of, undecodable_key
+from zloader.common.concurrent_calls import require_main_thread
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, ZloaderError
 from zloader.common.locks import cached_property
@@ -85,6 +86,7 @@ class StoredElements(ABC):
         except (ZloaderError, MemoryError):
             raise
         except Exception as error:
+            require_main_thread()
             key = undecodable_key(node, start, stop)
             damaged = (
                 f", whose object {key} ({self._sizes[key]} bytes) is damaged"

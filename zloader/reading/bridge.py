@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from zloader.common.concurrent_calls import require_main_thread
 from zloader.common.errors import ForkError
 from zloader.reading.back_pressure import ByteBudget
 
@@ -124,6 +125,7 @@ class Bridge(Generic[Item], Iterator[Item]):
     def __init__(
         self, produce: Producer[Item], *, ready_bytes: int, name: str, source: Bridge[Any] | None = None
     ) -> None:
+        require_main_thread()
         self.wait_s = 0.0
         self._channel: _Channel[Item] = _Channel(ready_bytes)
         self._ready: deque[Item] = deque()  # it drops each item, which may be large, as it is taken
@@ -168,5 +170,7 @@ class Bridge(Generic[Item], Iterator[Item]):
             self._ready.extend(items)
             return
         self.close()
+        if isinstance(group, RuntimeError):
+            require_main_thread()
         if group is not None:
             raise group
