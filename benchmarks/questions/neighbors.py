@@ -2,16 +2,19 @@
 
     python benchmarks/questions/neighbors.py [--rows 100000] [--k 6]
 
-Cells at random places of a slide are stored in the order of a file, which is random in space, and along a Hilbert curve
-through their places. The counts are exact: the chunks that each fetch of a plan needs, without a cache.
+Cells at random places of a slide are stored in the order of a file, which is random in space, and along the Hilbert
+curve of docs/howto/neighbors.md through their places. The counts are exact: the chunks that each fetch of a plan needs,
+without a cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -21,6 +24,15 @@ from scipy.spatial import cKDTree
 
 import zloader as zl
 from zloader.insight.cost import epoch_costs
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "neighbors.md"
+
+
+def hilbert(places: np.ndarray) -> np.ndarray:
+    """The places of points on the curve of the page."""
+    names: dict[str, Any] = {}
+    exec(re.search(r"<!-- hilbert -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1], names)
+    return names["hilbert"](places)
 
 
 def slide(n_rows: int, k: int, *, n_genes: int = 300, per_row: int = 60) -> ad.AnnData:
@@ -45,16 +57,18 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "a.h5ad"
-        slide(given.rows, given.k).write_h5ad(source)
+        adata = slide(given.rows, given.k)
+        adata.write_h5ad(source)
         print("| rows stored | blocks of rows | neighbours | GETs | MB read | seconds per epoch from disk |")
         print("|---|---|---|---|---|---|")
-        for order in (None, "hilbert:spatial"):
-            store = Path(folder) / f"{order}.zarr"
+        curve = np.argsort(hilbert(adata.obsm["spatial"]))
+        for stored, order in (("as in the file", None), ("along the curve", curve)):
+            store = Path(folder) / f"{stored}.zarr"
             zl.convert(source, store, options=zl.ConvertOptions(order=order), progress=False)
             dataset = zl.open_dataset(store)
             for block_size in (64, 512):
                 for k in (0, given.k):
-                    report(dataset, "along the curve" if order else "as in the file", block_size, k)
+                    report(dataset, stored, block_size, k)
 
 
 def report(dataset: zl.Dataset, stored: str, block_size: int, k: int) -> None:

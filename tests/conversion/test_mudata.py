@@ -134,11 +134,14 @@ def test_the_store_is_what_mudata_has(written: Path, tmp_path: Path, name: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"shuffle_seed": 3}, {"order": "hilbert:spatial"}, {"codec": "none"}])
+@pytest.mark.parametrize("options", [{"shuffle_seed": 3}, {"order": "random"}, {"codec": "none"}])
 def test_one_order_holds_for_all_modalities(written: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     source, store = written / "cite.h5mu", tmp_path / "a.zarr"
+    wanted = mudata.read(source)
+    if "order" in options:
+        options = {"order": np.random.default_rng(0).permutation(wanted.n_obs)}
     zl.convert(source, store, options=zl.ConvertOptions(chunk_rows=1, **options), progress=False)
-    found, wanted = mudata.read_zarr(store), mudata.read(source)
+    found = mudata.read_zarr(store)
     if "codec" not in options:
         assert found.obs_names.tolist() != wanted.obs_names.tolist()
         for modality, rows in found.obsmap.items():

@@ -29,6 +29,7 @@ from zloader.common.keywords import answers
 from zloader.common.machine import keep_freed_memory
 from zloader.common.messages import listed, warn_user
 from zloader.common.progress import Bars, progress_bars
+from zloader.conversion.joining.content import SOURCE_ROW
 from zloader.conversion.joining.modalities import Part, parts_of
 from zloader.conversion.joining.selection import Selection
 from zloader.conversion.sources.inputs import Input, Sources, open_inputs, refuse_overlap
@@ -247,7 +248,7 @@ class _Conversion:
                 "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
                 "select": self._select.recorded(),
                 "shuffle_seed": self._options.shuffle_seed,
-                **({} if self._options.order is None else {"order": self._options.order}),
+                **({} if self._options.order is None else {"order": SOURCE_ROW}),
                 "conversion": {"record": self.record.record(), "results": results},
             }
             zarr.consolidate_metadata(store)

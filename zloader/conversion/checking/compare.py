@@ -25,7 +25,7 @@ from zloader.conversion.checking.differences import (
     name_differences,
 )
 from zloader.conversion.checking.hierarchy import Findings, Hierarchy
-from zloader.conversion.joining.content import Content, RearrangedContent
+from zloader.conversion.joining.content import SOURCE_ROW, Content, RearrangedContent
 from zloader.conversion.joining.modalities import Part, parts_of
 from zloader.conversion.joining.selection import RENAMED, Selection
 from zloader.conversion.sources.anndata_input import StoredInput
@@ -60,10 +60,15 @@ class Comparison:
     def run(self, inputs: Sequence[Input], memory: int | str, genes_by: GenesBy = None) -> None:
         """Reports the first difference of every element. Genes are named by `genes_by`, or as the store records."""
         self._check_sources(inputs)
-        recorded: dict[str, Any] = {name: self._provenance.get(name) for name in ("shuffle_seed", "order")}
-        options = ConvertOptions(memory=memory, **recorded)
+        options = ConvertOptions(memory=memory)
         with reporting(self._findings, AGAINST):
-            parts = parts_of(inputs, self._selection(genes_by), **recorded, bucket_bytes=options.window)
+            parts = parts_of(
+                inputs,
+                self._selection(genes_by),
+                shuffle_seed=self._provenance.get("shuffle_seed"),
+                order=self._order(),
+                bucket_bytes=options.window,
+            )
             in_sources = [part.path for part in parts]
             for path in ["", *self._hierarchy.children("mod")]:
                 if path not in in_sources:
@@ -75,11 +80,19 @@ class Comparison:
                     kind = part.attributes["encoding-type"]
                     self._findings.add(part.path or AGAINST, f"is no {kind} in the store, but one in the sources")
 
+    def _order(self) -> Any:
+        """The source row of each row, if the rows were stored in an order that was given, else None."""
+        if self._provenance.get("order") is None:
+            return None
+        return ConvertOptions(order=self._stored("").obs_column(SOURCE_ROW).to_numpy()).order  # each row once
+
+    def _stored(self, path: str) -> StoredInput:
+        root, url = self._dataset.store.root, self._dataset.store.location.url
+        return StoredInput(root[path] if path else root, f"{url}/{path}".rstrip("/"), "", objects=[])
+
     def _compare(self, part: Part, options: ConvertOptions) -> None:
         hierarchy, findings = self._hierarchy.below(part.path), self._findings.below(part.path)
-        root, url = self._dataset.store.root, self._dataset.store.location.url
-        store = StoredInput(root[part.path] if part.path else root, f"{url}/{part.path}".rstrip("/"), "", objects=[])
-        PartComparison(part.content, store, hierarchy, findings, self._bars).run(options)
+        PartComparison(part.content, self._stored(part.path), hierarchy, findings, self._bars).run(options)
 
     def _selection(self, genes_by: GenesBy) -> Selection:
         """The selection that the store was made with. Raises OptionError if `genes_by` is lacking."""

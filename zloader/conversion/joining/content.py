@@ -133,25 +133,6 @@ class Content:
                 "select=zl.Selection(obs=[...]) (--obs a,b)"
             )
 
-    @property
-    def source_bounds(self) -> Rows:
-        """The first row of each source, and the row after the last."""
-        return np.append(0, np.cumsum([source.n_rows for source in self._sources], dtype=np.int64))
-
-    @property
-    def obsm_names(self) -> list[str]:
-        """The names in obsm that every source has."""
-        first, *others = (set(source.keys("obsm")) for source in self._sources)
-        return sorted(first.intersection(*others))
-
-    def obsm_array(self, name: str) -> Any:
-        """An array of obsm over the rows of all sources. Raises SourceError if its dimensions differ."""
-        arrays = [np.asarray(source.element(f"obsm/{name}")) for source in self._sources]
-        if len({array.shape[1:] for array in arrays}) > 1:
-            shapes = {source.name: str(array.shape) for source, array in zip(self._sources, arrays, strict=True)}
-            raise SourceError(f"obsm/{name} cannot be joined: it has the shape {by_source(shapes)}")
-        return np.concatenate(arrays)
-
     def obs_names(self) -> pd.Index:
         """The names of all rows. The index keeps its name if all sources agree on it."""
         parts = [source.obs_names() for source in self._sources]

@@ -13,21 +13,24 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.messages import listed
 from zloader.common.records import Rows
 from zloader.conversion.joining.content import Content, RearrangedContent
 from zloader.conversion.joining.genes import GeneRule
-from zloader.conversion.joining.row_order import Positions, positions_in
 from zloader.conversion.joining.selection import Selection, keys_of
 from zloader.conversion.sources.inputs import Input, Problems, refuse_unknown
 from zloader.conversion.sources.modality import MuDataInput, require_anndata
+from zloader.order.permutation import key_of, permute
 from zloader.selecting.row_maps import RowMap, in_whole
+
+Positions: TypeAlias = Callable[[Rows], Rows]  # the new positions of rows of the sources
 
 _ANNDATA = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
 _MODALITY = _ANNDATA | {"zloader": {"part_of": "MuData"}}  # opened by itself, it is a store whose objects all exist
@@ -50,19 +53,41 @@ class Part:
 
 
 def parts_of(
-    inputs: Sequence[Input], select: Selection, *, shuffle_seed: int | None, order: str | None, bucket_bytes: int
+    inputs: Sequence[Input],
+    select: Selection,
+    *,
+    shuffle_seed: int | None,
+    order: Sequence[int] | NDArray[np.integer] | None,
+    bucket_bytes: int,
 ) -> list[Part]:
     """The parts of the store that the sources make, the root first.
 
-    Raises SourceError for MuData together with AnnData, or with other modalities, and the errors of `Content`.
+    Its rows are shuffled, or in an `order` that is given, the row number of each row in the sources. Raises SourceError
+    for MuData together with AnnData, or with other modalities, OptionError, and the errors of `Content`.
     """
+    positions = _positions(sum(source.n_rows for source in inputs), shuffle_seed, order)
     whole = [source for source in inputs if isinstance(source, MuDataInput)]
     if whole and len(whole) == len(inputs):
-        return _of_mudata(whole, select, shuffle_seed, order, bucket_bytes)
+        return _of_mudata(whole, select, positions, bucket_bytes)
     require_anndata(inputs)
     content = Content(inputs, select)
-    positions = positions_in(content, shuffle_seed=shuffle_seed, order=order)
     return [Part(path="", content=_arranged(content, positions, bucket_bytes), attributes=_ANNDATA)]
+
+
+def _positions(
+    n_rows: int, shuffle_seed: int | None, order: Sequence[int] | NDArray[np.integer] | None
+) -> Positions | None:
+    """Where rows of the sources are stored; None if they stay where they are."""
+    if shuffle_seed is not None:
+        key = key_of(shuffle_seed)
+        return lambda rows: permute(rows, n_rows, key)
+    if order is None:
+        return None
+    if len(order) != n_rows:
+        raise OptionError(f"order has {len(order)} row numbers, but the sources have {n_rows} rows")
+    positions = np.empty(n_rows, np.int64)
+    positions[np.asarray(order)] = np.arange(n_rows)
+    return positions.__getitem__
 
 
 def _arranged(content: Content, positions: Positions | None, bucket_bytes: int) -> Content | RearrangedContent:
@@ -70,7 +95,7 @@ def _arranged(content: Content, positions: Positions | None, bucket_bytes: int) 
 
 
 def _of_mudata(
-    sources: Sequence[MuDataInput], select: Selection, shuffle_seed: int | None, order: str | None, bucket_bytes: int
+    sources: Sequence[MuDataInput], select: Selection, positions: Positions | None, bucket_bytes: int
 ) -> list[Part]:
     modalities = _modalities_of(sources)
     _require_known(select, [*modalities.values(), sources], sources[0])
@@ -85,7 +110,6 @@ def _of_mudata(
     if select.unique_obs_names:
         for name, content in contents.items():
             content.names = functools.partial(whole.names_in, name)
-    positions = positions_in(whole, shuffle_seed=shuffle_seed, order=order)
     of_whole: Content | RearrangedContent = whole
     of_modalities = {name: _arranged(content, None, bucket_bytes) for name, content in contents.items()}
     if positions is not None:

@@ -8,9 +8,8 @@ memory, compared with a few chunks here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import google_crc32c
@@ -25,6 +24,7 @@ from zarr.codecs import (
 from zloader.common.checks import parse_size, require_count, require_flag, require_one_of, require_whole
 from zloader.common.errors import OptionError
 from zloader.common.options import MiB
+from zloader.common.records import Rows
 from zloader.storage.coders import INSTALL_PCODEC, PCODEC, PREFIX, chain_of, has_pcodec
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.placement import ABSENT
@@ -75,8 +75,8 @@ class ConvertOptions:
     - `memory`: limit on the resident memory of the whole process, including about 250 MiB for the interpreter and the
       libraries; at least "384MiB". A higher limit speeds up only CSC sources and shuffling on slow disks.
     - `shuffle_seed`: shuffle the rows with this seed; the obs column `source_row` records their original positions.
-    - `order`: `"hilbert:spatial"` stores the rows of each source along a Hilbert curve through the coordinates in
-      `obsm["spatial"]`, so that cells near each other lie near each other; `source_row` as with `shuffle_seed`.
+    - `order`: the row numbers of the sources, one after the other, in the order in which to store the rows, each once;
+      `source_row` as with `shuffle_seed`. It is for cells that are read together, such as neighbours.
     - `window_bytes`: bytes of values and indices to sort at once; derived from `memory` by default. Matrices that need
       no sorting are read 16 MiB at a time.
 
@@ -94,7 +94,7 @@ class ConvertOptions:
     preserve_dtype: bool = False
     memory: int | str = "1GiB"  # it bounds the size of windows and sorted pieces
     shuffle_seed: int | None = None
-    order: str | None = None
+    order: NDArray[np.integer] | Sequence[int] | None = field(default=None, compare=False)
     window_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -104,12 +104,9 @@ class ConvertOptions:
         if self.shuffle_seed is not None:
             require_whole(0, shuffle_seed=self.shuffle_seed)
         if self.order is not None:
-            if not isinstance(self.order, str) or not re.fullmatch("hilbert:.+", self.order):
-                raise OptionError(
-                    f"order must be 'hilbert:NAME', with the name of an array of obsm, not {self.order!r:.100}"
-                )
+            object.__setattr__(self, "order", _permutation(self.order))
             if self.shuffle_seed is not None:
-                raise OptionError("the rows can be shuffled or ordered along a curve: give shuffle_seed or order")
+                raise OptionError("the rows are shuffled, or stored in a given order: give shuffle_seed or order")
         if parse_size(self.memory, "memory") < _LEAST_MEMORY:
             raise OptionError(f"memory must be at least {_LEAST_MEMORY >> 20}MiB, not {self.memory!r}")
         require_one_of(CODECS, codec=self.codec)
@@ -126,6 +123,21 @@ class ConvertOptions:
     def window(self) -> int:
         """Bytes of values and indices to sort at once. With all copies, sorting takes about eight times as much."""
         return self.window_bytes or working_bytes(self.memory) // 8
+
+
+def _permutation(order: Any) -> Rows:
+    """Row numbers that must have each row once. Raises OptionError."""
+    rows = np.asarray(order)
+    if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
+        raise OptionError(f"order must be a list of row numbers, not {order!r:.100}")
+    rows = rows.astype(np.int64)
+    counted = np.bincount(rows[(rows >= 0) & (rows < len(rows))], minlength=len(rows))
+    if (counted != 1).any():
+        row = int(np.argmax(counted != 1))
+        raise OptionError(
+            f"order must have each row once, from 0 to {len(rows) - 1}, but row {row} comes {counted[row]} times"
+        )
+    return rows
 
 
 class ChunkEncoder:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from zloader.common.errors import StoreError, StoreExistsError
 from zloader.conversion.joining.selection import Selection
 from zloader.conversion.sources.inputs import Input
@@ -24,10 +26,10 @@ class ConversionRecord:
 
     def identity(self) -> dict[str, Any]:
         """Everything that determines the bytes of the store, as plain JSON types."""
-        options = dataclasses.asdict(self._options)
-        del options["memory"], options["window_bytes"]
-        if options["order"] is None:
-            del options["order"]  # as in the records of conversions that did not know it
+        options = dataclasses.asdict(dataclasses.replace(self._options, order=None))
+        del options["memory"], options["window_bytes"], options["order"]
+        if self._options.order is not None:
+            options["order"] = hashlib.sha256(np.asarray(self._options.order).tobytes()).hexdigest()[:32]
         renamed = [json.dumps(source.genes_by, sort_keys=True) for source in self._inputs]
         whole = {
             "version": importlib.metadata.version("zloader"),
