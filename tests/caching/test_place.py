@@ -21,7 +21,7 @@ from zloader.common import file_systems
 from zloader.common.errors import CacheError, OptionError
 from zloader.common.file_systems import has_stable_inodes, shared_file_system
 from zloader.common.options import Cache
-from zloader.insight.cache_disk import about_cache
+from zloader.insight.doctor import about_cache
 
 pytestmark = pytest.mark.any_version
 

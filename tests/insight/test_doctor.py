@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from zloader.commands.cli import app
 from zloader.common import machine
-from zloader.insight import installation, machine_state, store_access
-from zloader.insight.findings import Finding, gathered, without_secrets
+from zloader.insight import doctor as examined
+from zloader.insight.doctor import Finding, gathered, without_secrets
 
 PARTS = ("versions", "machine", "GPU")
 
@@ -59,7 +59,7 @@ def test_a_bucket_and_its_credentials(store: str, s3: Any, monkeypatch: pytest.M
     s3fs.S3FileSystem(**s3.storage_options).put(store, f"{s3.bucket}/{s3.prefix}/s.zarr", recursive=True)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.storage_options["key"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.storage_options["secret"])
-    monkeypatch.setattr(store_access, "_MEASURED_S", 0.1)
+    monkeypatch.setattr(examined, "_MEASURED_S", 0.1)
     found = doctor(s3.url("s.zarr"), "--endpoint-url", s3.endpoint_url)
     assert found["store: credentials"]["value"] == f"env, endpoint {s3.endpoint_url}, region us-east-1"
     assert found["store: speed"]["value"].endswith("/s")
@@ -88,7 +88,7 @@ def test_what_cannot_be_opened(store: str, tmp_path: Path, monkeypatch: pytest.M
 
     threading_event = threading.Event()
     monkeypatch.setattr(zloader.dataset.open_dataset, "open_dataset", hangs)
-    monkeypatch.setattr(store_access, "_OPEN_S", 0.2)
+    monkeypatch.setattr(examined, "_OPEN_S", 0.2)
     assert "no answer within 0 s" in doctor(store, status=1)["store: reading"]["advice"]
     threading_event.set()
 
@@ -135,11 +135,11 @@ def test_libraries_that_cannot_be_imported(name: str, tmp_path: Path, monkeypatc
     code, value = BROKEN[name]
     (tmp_path / "isal.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    installation._imported.cache_clear()
+    examined._imported.cache_clear()
     try:
         found = doctor(status=1)
     finally:
-        installation._imported.cache_clear()
+        examined._imported.cache_clear()
     assert value in found["versions: isal"]["value"]
     assert found["versions: isal"]["state"] == "broken"
     assert found["versions: numpy"]["state"] == "good"
@@ -148,9 +148,9 @@ def test_libraries_that_cannot_be_imported(name: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = installation._version
+    version = examined._version
     replaced = {"numpy": "1.26.4", "zarr": None, "zloader": "0.0.1"}
-    monkeypatch.setattr(installation, "_version", lambda name: replaced[name] if name in replaced else version(name))
+    monkeypatch.setattr(examined, "_version", lambda name: replaced[name] if name in replaced else version(name))
     found = doctor(status=1)
     assert "zloader needs numpy>=2.0" in found["versions: numpy"]["advice"]
     assert found["versions: zarr"]["value"] == "missing"
@@ -188,8 +188,8 @@ def test_a_hostile_machine(refused: str, store: str, tmp_path: Path) -> None:
 
 def test_few_files_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
     for most, remedy in ((500, "ulimit -n 500"), (100, "ask for a higher hard limit"), (-1, "ulimit -n 1024")):
-        monkeypatch.setattr(machine_state.resource, "getrlimit", lambda _, most=most: (100, most))
-        found = next(each for each in machine_state.about_files() if each.name == "open files")
+        monkeypatch.setattr(examined.resource, "getrlimit", lambda _, most=most: (100, most))
+        found = next(each for each in examined.about_files() if each.name == "open files")
         assert found.advice.endswith(remedy)
 
 
@@ -197,10 +197,10 @@ def test_a_check_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SOME_PASSWORD", "hunter2hunter2")
 
     def fails() -> Any:
-        yield Finding(part="p", name="first", value="hunter2hunter2")
+        yield Finding(name="first", value="hunter2hunter2")
         raise ValueError("http://me:word@host said hunter2hunter2")
 
-    found = list(gathered("p", [("a", fails), ("b", lambda: [Finding(part="p", name="b", value="fine")])]))
+    found = list(gathered("p", {"a": fails, "b": lambda: [Finding(name="b", value="fine")]}))
     assert [each.value for each in found] == ["***", "not known: ValueError: http://host said ***", "fine"]
     assert without_secrets("abfs://box@account.dfs/x") == "abfs://box@account.dfs/x"
 
@@ -243,7 +243,7 @@ def test_limits_of_containers_and_jobs(name: str, tmp_path: Path, monkeypatch: p
     assert machine.available_bytes() == (machine.physical_bytes() if n_bytes is None else n_bytes)
     assert machine.core_quota() == cores
     if cores == 0.5:
-        (found,) = machine_state.about_cores()
+        (found,) = examined.about_cores()
         assert found.advice.endswith("zl.FetchOptions(threads=1)")
-    (memory, *_) = machine_state.about_memory()
+    (memory, *_) = examined.about_memory()
     assert ("limited to" in memory.value) == (n_bytes is not None)

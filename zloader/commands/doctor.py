@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, Json
 
 if TYPE_CHECKING:
-    from zloader.insight.findings import Check, Finding
+    from zloader.insight.doctor import Check, Finding
 
 _STYLES = {"good": "green", "advice": "yellow", "broken": "bold red", "unknown": "dim"}
 _MARKS = {"good": "ok", "advice": "!", "broken": "FAULT", "unknown": "?"}
@@ -58,23 +57,23 @@ def doctor(flags: DoctorFlags) -> None:
 
 
 def _examined(flags: DoctorFlags) -> list[Finding]:
-    from zloader.insight.findings import gathered
+    from zloader.insight import doctor
 
-    parts: dict[str, list[tuple[str, Check]]] = {
-        "versions": [_check("installation", "python"), _check("installation", "libraries")],
-        "machine": [_check("machine_state", name) for name in ("cores", "memory", "files", "compiled")],
-        "GPU": [_check("installation", "gpu")],
+    parts: dict[str, dict[str, Check]] = {
+        "versions": {"python": doctor.about_python, "libraries": doctor.about_libraries},
+        "machine": {
+            "cores": doctor.about_cores,
+            "memory": doctor.about_memory,
+            "files": doctor.about_files,
+            "compiled": doctor.about_compiled,
+        },
+        "GPU": {"gpu": doctor.about_gpu},
     }
-    if flags.cache is not None:
-        parts["cache"] = [_check("cache_disk", "cache", flags.cache)]
-    if flags.url is not None:
-        parts["store"] = [_check("store_access", "store", flags.url, flags.access.storage_options)]
-    return [finding for part, checks in parts.items() for finding in gathered(part, checks)]
-
-
-def _check(module: str, name: str, *given: Any) -> tuple[str, Check]:
-    """A check by its name. Its module is imported when it runs, because libraries that it imports may be broken."""
-    return name, lambda: getattr(importlib.import_module(f"zloader.insight.{module}"), f"about_{name}")(*given)
+    if (directory := flags.cache) is not None:
+        parts["cache"] = {"cache": lambda: doctor.about_cache(directory)}
+    if (url := flags.url) is not None:
+        parts["store"] = {"store": lambda: doctor.about_store(url, flags.access.storage_options)}
+    return [finding for part, checks in parts.items() for finding in doctor.gathered(part, checks)]
 
 
 def _show(console: Console, found: Sequence[Finding]) -> None:
