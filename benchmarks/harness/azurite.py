@@ -5,14 +5,19 @@ Azurite is a package of npm. It checks signatures, and keeps its blobs in a dire
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from zloader.testing.server import Server, ServerStartError
+from zloader.testing import _guard
 
 # The account that every Azurite has, whose key is public.
 ACCOUNT = "devstoreaccount1"
@@ -27,20 +32,18 @@ def find_azurite() -> str | None:
     return os.environ.get("AZURITE") or shutil.which("azurite-blob")
 
 
-class Azurite(Server):
-    """A blob server on loopback, from `start` to `stop` (or `with`). It writes only to `directory`.
+class Azurite:
+    """A blob server on loopback, in a with statement. It writes only to `directory`.
 
-    Raises ServerStartError if Azurite is not installed or does not answer.
+    Raises RuntimeError if Azurite is not installed or does not answer.
 
         with Azurite("/tmp/azure") as azure:
             zl.open_dataset("az://container/cells.zarr", storage_options=azure.storage_options)
     """
 
-    program = "Azurite"
-    log = "azurite.log"
-
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        super().__init__(directory, start_deadline_s=_START_DEADLINE_S)
+        self.directory = Path(directory).absolute()
+        self._port = 0
 
     @property
     def endpoint_url(self) -> str:
@@ -57,16 +60,30 @@ class Azurite(Server):
         """The storage options of the account's owner."""
         return {"connection_string": self.connection_string}
 
-    def _command(self) -> tuple[list[str], signal.Signals, list[str]]:
+    def __enter__(self) -> Self:
         azurite = find_azurite()
         if azurite is None:
-            raise ServerStartError(f"azurite-blob was not found: {_INSTALL}")
+            raise RuntimeError(f"azurite-blob was not found: {_INSTALL}")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         options = ["--blobHost", "127.0.0.1", "--blobPort", str(self._port), "--location", str(self.directory)]
-        return (
-            [str(Path(azurite).absolute()), *options, "--silent", "--disableTelemetry", "--skipApiVersionCheck"],
-            signal.SIGTERM,
-            [],
-        )
+        quiet = ["--silent", "--disableTelemetry", "--skipApiVersionCheck"]
+        command = [str(Path(azurite).absolute()), *options, *quiet]
+        spec: _guard.Spec = {"owner": os.getpid(), "command": command, "end_signal": signal.SIGTERM, "leftovers": []}
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "azurite.log").open("wb") as log:
+            guarded = [sys.executable, "-I", "-S", _guard.__file__, json.dumps(spec)]
+            self.process = subprocess.Popen(guarded, stdout=log, stderr=log, cwd=self.directory, start_new_session=True)
+        deadline = time.monotonic() + _START_DEADLINE_S
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
+                return self
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()
+                raise RuntimeError(f"Azurite did not start: {(self.directory / 'azurite.log').read_text()}")
+            time.sleep(0.05)
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 import anndata
 import numpy as np
 import pytest
+from fake_source import FakeSource, Fault
 from helpers import counts, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,6 @@ from zloader.reading.recipe import Cutting, Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.metadata import array_layout
-from zloader.testing.source import FakeSource, Fault
 
 pytestmark = pytest.mark.any_version
 

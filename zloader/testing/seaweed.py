@@ -8,6 +8,7 @@ the benchmarks have a simulator instead.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -15,12 +16,17 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from zloader.testing.server import Server, ServerStartError
+from zloader.common.errors import ZloaderError
+from zloader.testing import _guard
 
 REGION = "us-east-1"
 
@@ -28,9 +34,24 @@ _SERVICES = ("s3", "master", "volume", "filer", "admin")  # each listens on a po
 _GRPC_OFFSET = 10_000
 _PORTS = range(10_240, 22_700)  # with the offset, still below 32768, where the ports of outgoing connections begin
 _REQUEST_DEADLINE_S = 5.0
+_START_ATTEMPTS = 5  # another program may take a port between the check and the start
+_POLL_S = 0.01
+_STOP_DEADLINE_S = 25.0  # longer than the guard waits for the server
+_KILLED_LOOKS = 100
+_LOG_TAIL = 2_000
+_PORT_TAKEN = ("Port allocation failed", "address already in use")
+_NOT_INHERITED = ("AWS_", "S3_", "WEED_")  # weed reads credentials, buckets and settings from such variables
 
 
-class SeaweedFS(Server):
+class ServerStartError(ZloaderError, RuntimeError):
+    """A server could not be started. The message contains the end of its log."""
+
+
+class _PortTakenError(ServerStartError):
+    pass
+
+
+class SeaweedFS:
     """An S3 server on loopback with one bucket, from `start` to `stop` (or `with`).
 
     The server ends with this process, even if the process is killed. Ctrl-C reaches only this process. The server
@@ -44,10 +65,6 @@ class SeaweedFS(Server):
             zl.convert("cells.h5ad", s3.url("cells.zarr"), storage_options=s3.storage_options)
     """
 
-    program = "SeaweedFS"
-    log = "weed.log"
-    not_inherited = ("AWS_", "S3_", "WEED_")  # weed reads credentials, buckets and settings from such variables
-
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -58,7 +75,11 @@ class SeaweedFS(Server):
         keep: bool = False,
         start_deadline_s: float = 30.0,
     ) -> None:
-        super().__init__(directory, start_deadline_s=start_deadline_s)
+        self.directory = Path(directory).absolute()
+        self.start_deadline_s = start_deadline_s
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._leftovers: list[str] = []
         self.bucket = bucket
         self.keep = keep
         self._keys = (access_key or secrets.token_hex(10), secret_key or secrets.token_hex(20))
@@ -89,8 +110,6 @@ class SeaweedFS(Server):
         """`s3://BUCKET/NAME`."""
         return f"s3://{self.bucket}/{name}"
 
-    # ---- starting
-
     def _options(self, access_key: str, secret_key: str) -> dict[str, Any]:
         return {
             "key": access_key,
@@ -98,7 +117,58 @@ class SeaweedFS(Server):
             "client_kwargs": {"endpoint_url": self.endpoint_url, "region_name": REGION},
         }
 
-    def _command(self) -> tuple[list[str], signal.Signals, list[str]]:
+    @property
+    def pid(self) -> int | None:
+        """The id of the server's process group and of its guard process, or None if it is not running."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> Self:
+        """Starts the server and returns once it is ready."""
+        if self._process:
+            raise RuntimeError(f"{self!r} is already running")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + self.start_deadline_s
+        for attempt in range(_START_ATTEMPTS):
+            try:
+                self._launch()
+                self._await_ready(lambda state: self._pause(deadline, state))
+                break
+            except BaseException as error:
+                self.stop()
+                if not isinstance(error, _PortTakenError) or attempt == _START_ATTEMPTS - 1:
+                    raise
+        return self
+
+    def stop(self) -> None:
+        """Stops the server. Does nothing if it is not running."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(timeout=_STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the process group that the guard leads
+            process.wait()
+        if process.returncode < 0:  # the guard was killed before it could remove them
+            with contextlib.suppress(ProcessLookupError):
+                for _ in range(_KILLED_LOOKS):  # until the server has ended
+                    os.killpg(process.pid, signal.SIGKILL)
+                    time.sleep(_POLL_S)
+            _guard.remove(self._leftovers)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # ---- starting
+
+    def _launch(self) -> None:
+        """Chooses ports, writes what the server needs, and starts it."""
         weed = _find_weed()
         storage, identities = self.directory / "data", self.directory / "s3.json"
         temporary = [] if self.keep else [identities] if storage.exists() else [identities, storage]
@@ -109,14 +179,25 @@ class SeaweedFS(Server):
         self._port = ports["s3"]
         command = [weed, *_weed_arguments(storage, identities, ports)]
         end_signal = signal.SIGTERM if self.keep else signal.SIGKILL
-        return command, end_signal, [*map(str, temporary), *_sockets(ports)]
+        self._leftovers = [*map(str, temporary), *_sockets(ports)]
+        spec: _guard.Spec = {
+            "owner": os.getpid(),
+            "command": command,
+            "end_signal": end_signal,
+            "leftovers": self._leftovers,
+        }
+        # In a thread of its own: handlers of signals run in the main thread, and an exception of theirs between the
+        # fork and the assignment would leave a server that `stop` knows nothing of.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self._start_guard, spec).result()
 
     def _await_ready(self, pause: Callable[[str], None]) -> None:
-        """Waits until the bucket exists and a signed write has succeeded."""
+        """Waits until the bucket exists and a signed write has succeeded. `pause` is told what is not ready."""
         import s3fs  # takes a quarter of a second, while the server starts
         from botocore.exceptions import BotoCoreError
 
-        super()._await_ready(pause)
+        while not self._answers():
+            pause("it does not respond to requests")
         timeouts = {"connect_timeout": _REQUEST_DEADLINE_S, "read_timeout": _REQUEST_DEADLINE_S}
         filesystem = s3fs.S3FileSystem(
             **self.storage_options, config_kwargs={**timeouts, "retries": {"max_attempts": 0}}, skip_instance_cache=True
@@ -134,6 +215,48 @@ class SeaweedFS(Server):
                     return
         finally:
             filesystem.close_session(filesystem.loop, filesystem.s3)
+
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=1)
+        try:
+            connection.request("GET", "/")
+            return connection.getresponse().status < http.HTTPStatus.INTERNAL_SERVER_ERROR  # unsigned
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _start_guard(self, spec: _guard.Spec) -> None:
+        with (self.directory / "weed.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", _guard.__file__, json.dumps(spec)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.directory,
+                env={name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)},
+                start_new_session=True,  # the terminal's Ctrl-C reaches only this process
+            )
+
+    def _pause(self, deadline: float, state: str) -> None:
+        """Waits a moment. Raises ServerStartError if the server has ended or the deadline has passed."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status, log = self._process.wait(timeout=_POLL_S), self._said()
+            taken = any(words in log for words in _PORT_TAKEN)
+            raise (_PortTakenError if taken else ServerStartError)(
+                f"SeaweedFS ended with status {status} while starting in {self.directory}; "
+                f"its log ends with:\n{log[-_LOG_TAIL:]}"
+            )
+        if time.monotonic() > deadline:
+            raise ServerStartError(
+                f"SeaweedFS in {self.directory} was not ready within {self.start_deadline_s} s ({state}). Is the "
+                f"disk full or the machine busy? If not, raise start_deadline_s. "
+                f"Its log ends with:\n{self._said()[-_LOG_TAIL:]}"
+            )
+
+    def _said(self) -> str:
+        return (self.directory / "weed.log").read_text(errors="replace")
 
 
 def _find_weed() -> str:
