@@ -1,4 +1,4 @@
-"""Objects that live in a child process (zloader.common.child), where their tests import them from."""
+"""Functions that run in a child process (zloader.common.child), where their tests import them from."""
 
 from __future__ import annotations
 
@@ -10,52 +10,48 @@ import time
 from pathlib import Path
 from typing import Any
 
+_N_CALLS = 0  # in this process
 
-class Crashing:
-    """Whatever is asked, a signal ends the process."""
 
-    def __init__(self, *_: Any) -> None:
+def count(*given: Any) -> bytes:
+    """The process, the calls that it has answered with this one, and the arguments."""
+    global _N_CALLS
+    _N_CALLS += 1
+    return json.dumps([os.getpid(), _N_CALLS, *given]).encode()
+
+
+def crash(folder: Path, crashes: int) -> bytes:
+    """Crashes in as many processes as it is told."""
+    told = folder / "crashes"
+    before = int(told.read_text()) if told.exists() else 0
+    if before < crashes:
+        told.write_text(str(before + 1))
+        print("this is the last line", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGSEGV)
+    return count()
 
 
-class Clumsy:
-    """Counts its calls, and fails as it is told. `folder` is where it counts its starts."""
+def index(*_: Any) -> bytes:
+    """In the place of hdf5_scan's."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return b""
 
-    def __init__(self, folder: Path, crashes: int = 0) -> None:
-        self.calls = 0
-        self._crashes = crashes
-        self._starts = folder / "starts"
-        self._starts.write_text(str(self.starts + 1))
 
-    @property
-    def starts(self) -> int:
-        return int(self._starts.read_text()) if self._starts.exists() else 0
+def leave(status: int) -> bytes:
+    os._exit(status)
 
-    def count(self, *given: Any) -> bytes:
-        self.calls += 1
-        return json.dumps([self.starts, self.calls, *given]).encode()
 
-    def crash(self, *given: Any) -> bytes:
-        """Crashes in as many processes as it is told, the first time that it is asked there."""
-        if self.starts <= self._crashes:
-            print("this is the last line", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGSEGV)
-        return self.count(*given)
+def fail() -> bytes:
+    raise LookupError("nothing is there")
 
-    def leave(self, status: int) -> bytes:
-        os._exit(status)
 
-    def fail(self) -> bytes:
-        raise LookupError("nothing is there")
+def hang() -> bytes:
+    time.sleep(1000)
+    return b""
 
-    def hang(self) -> bytes:
-        time.sleep(1000)
-        return b""
 
-    def same(self, *arrays: Any) -> Any:
-        return list(arrays)
-
-    def print(self) -> bytes:
-        print("to the standard output")
-        os.write(1, b"and to its file" * 10_000)
-        return b""
+def same(content: bytes) -> bytes:
+    """Prints on the way, which is no part of the answer."""
+    print("to the standard output")
+    os.write(1, b"and to its file" * 10_000)
+    return content

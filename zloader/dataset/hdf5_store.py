@@ -26,7 +26,7 @@ from zarr.abc.store import RangeByteRequest, Store
 from zloader.access.listed_store import ListedStore, is_metadata, slice_of
 from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject
-from zloader.common.child import Child, ChildCrashedError, ChildError
+from zloader.common.child import ChildCrashedError, ChildError, call_in_child
 from zloader.common.errors import (
     AccessDeniedError,
     CorruptChunkError,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from zarr.core.buffer import Buffer, BufferPrototype
 
 _DEADLINE_S = 300  # of a child: a file of 30 GB over a link of 30 ms takes less than 10 s
-_CHILD = "zloader.reading.hdf5_scan:Hdf5File"
+_CHILD = "zloader.reading.hdf5_scan"
 _MOST_INLINE = 1 << 17  # strings of an array that are read with the metadata
 _STRINGS = 1 << 19  # of a larger array, read by one child
 _READ_ERRORS = (
@@ -191,15 +191,12 @@ def read_index(location: Location, listed: StoredObject) -> bytes:
     return content
 
 
-def _ask(location: Location, listed: StoredObject, method: str, *arguments: Any) -> bytes:
-    """What a method of hdf5_scan's Hdf5File returns, in a child process."""
+def _ask(location: Location, listed: StoredObject, function: str, *arguments: Any) -> bytes:
+    """What a function of hdf5_scan returns, in a child process."""
     # A local path saves the child from importing file systems.
     file = location.path if location.scheme == "file" else file_of(location)
-    # Without locks, a file on a file system that has none could not be opened.
-    environment = {"HDF5_USE_FILE_LOCKING": "BEST_EFFORT"}
     try:
-        with Child(_CHILD, file, listed, deadline_s=_DEADLINE_S, environment=environment, shared=True) as child:
-            return child.call(method, *arguments)[0].tobytes()
+        return call_in_child(f"{_CHILD}:{function}", file, listed, *arguments, deadline_s=_DEADLINE_S)
     except TimeoutError as error:
         raise DeadlineError(
             f"{location.url}: its groups and arrays could not be read within {_DEADLINE_S} s. The file may be damaged, "

@@ -276,46 +276,46 @@ def _records(found: NDArray[Any], stored: np.dtype[Any]) -> NDArray[Any]:
     return records
 
 
-class Hdf5File:
-    """A file in a process of its own: a path, or, on a server, the Location of its folder and its name."""
+# ---- in the child, of a file: a path, or, on a server, the Location of its folder and its name
 
-    def __init__(self, file: str | tuple[Any, str], listed: Any) -> None:
-        self._file, self._listed = file, listed
 
-    def index(self, most_inline: int) -> bytes:
-        """The nodes as JSON (`document`) and the chunk tables (`table_N`), as NumPy arrays (npz) without pickles."""
-        with self._opened() as file:
-            nodes, tables = scan(file, most_inline)
-        arrays: dict[str, Any] = {f"table_{number}": table for number, table in enumerate(tables)}
-        out = io.BytesIO()
-        np.savez(out, document=np.frombuffer(json.dumps({"nodes": nodes}).encode(), np.uint8), **arrays)
-        return out.getvalue()
+def index(file: str | tuple[Any, str], listed: Any, most_inline: int) -> bytes:
+    """The nodes as JSON (`document`) and the chunk tables (`table_N`), as NumPy arrays (npz) without pickles."""
+    with _opened(file, listed) as opened:
+        nodes, tables = scan(opened, most_inline)
+    arrays: dict[str, Any] = {f"table_{number}": table for number, table in enumerate(tables)}
+    out = io.BytesIO()
+    np.savez(out, document=np.frombuffer(json.dumps({"nodes": nodes}).encode(), np.uint8), **arrays)
+    return out.getvalue()
 
-    def strings(self, path: str, start: int, n_rows: int) -> bytes:
-        """`n_rows` rows of an array of strings, as the bytes of numcodecs' vlen-utf8."""
-        with self._opened() as file:
-            return _strings(file[path], start, n_rows)
 
-    def records(self, path: str) -> bytes:
-        """An array of records, in the dtype that the index says."""
-        with self._opened() as file:
-            return _records(file[path][()], file[path].dtype).tobytes()
+def strings(file: str | tuple[Any, str], listed: Any, path: str, start: int, n_rows: int) -> bytes:
+    """`n_rows` rows of an array of strings, as the bytes of numcodecs' vlen-utf8."""
+    with _opened(file, listed) as opened:
+        return _strings(opened[path], start, n_rows)
 
-    def _opened(self) -> h5py.File:
-        if isinstance(self._file, str):
-            return h5py.File(self._file, "r")
-        # Imported here because it imports TensorStore, which local files do not need.
-        from zloader.reading.object_source import ObjectSource
 
-        folder, name = self._file
-        loop = asyncio.new_event_loop()
-        source = ObjectSource(folder, {name: self._listed}, FetchOptions())
+def records(file: str | tuple[Any, str], listed: Any, path: str) -> bytes:
+    """An array of records, in the dtype that the index says."""
+    with _opened(file, listed) as opened:
+        return _records(opened[path][()], opened[path].dtype).tobytes()
 
-        def read(spans: list[tuple[int, int]]) -> list[bytes]:
-            wanted = [Span(key=name, start=start, stop=stop) for start, stop in spans]
-            try:
-                return loop.run_until_complete(source.read(wanted))
-            except StoreError as error:
-                give_up(error)  # libhdf5 would only say that it cannot read
 
-        return h5py.File(PrefetchedFile(read, self._listed.size), "r")
+def _opened(file: str | tuple[Any, str], listed: Any) -> h5py.File:
+    if isinstance(file, str):
+        return h5py.File(file, "r", locking="best-effort")  # a file system may have no locks
+    # Imported here because it imports TensorStore, which local files do not need.
+    from zloader.reading.object_source import ObjectSource
+
+    folder, name = file
+    loop = asyncio.new_event_loop()
+    source = ObjectSource(folder, {name: listed}, FetchOptions())
+
+    def read(spans: list[tuple[int, int]]) -> list[bytes]:
+        wanted = [Span(key=name, start=start, stop=stop) for start, stop in spans]
+        try:
+            return loop.run_until_complete(source.read(wanted))
+        except StoreError as error:
+            give_up(error)  # libhdf5 would only say that it cannot read
+
+    return h5py.File(PrefetchedFile(read, listed.size), "r")
