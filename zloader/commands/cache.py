@@ -76,7 +76,7 @@ def warm(flags: WarmFlags) -> None:
     from zloader.caching.place import place_of
     from zloader.common.options import Cache
     from zloader.common.progress import byte_bar
-    from zloader.dataset.open_dataset import open_dataset
+    from zloader.dataset.dataset import open_dataset
     from zloader.dataset.warm import warm as warm_dataset
 
     x = tuple(flags.x or ("X",))

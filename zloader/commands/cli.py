@@ -92,7 +92,7 @@ class InfoFlags:
 @takes_flags
 def info(flags: InfoFlags) -> None:
     """Show what a store contains, and how many GETs and bytes a training epoch takes."""
-    from zloader.dataset.open_dataset import open_dataset
+    from zloader.dataset.dataset import open_dataset
     from zloader.insight.summary import summarize
 
     sizes, wanted = flags.sizes, x_of(flags.x)
@@ -132,8 +132,8 @@ _SAMPLED_ROWS = 512
 def _converted(dataset: Dataset) -> float | None:
     """Bytes per value of X in .h5ad files once they are converted, from its first 512 rows. None for stores."""
     from zloader.conversion.convert import convert
+    from zloader.dataset.dataset import open_dataset
     from zloader.dataset.h5ad import OpenedFile
-    from zloader.dataset.open_dataset import open_dataset
     from zloader.insight.summary import summarize
 
     if not any(isinstance(store, OpenedFile) for store in dataset.stores):

@@ -1,4 +1,4 @@
-"""Datasets, as `open_dataset` returns them, and views of some of their rows or genes.
+"""`zl.open_dataset`, the datasets that it returns, and views of some of their rows or genes.
 
 A Dataset is a Table whose rows and genes can be chosen: by conditions, slices and splits. A View shares the stores of
 its dataset. It adds a set of rows, at one bit per row of the dataset, or a panel of genes.
@@ -7,31 +7,34 @@ its dataset. It adds a set of rows, at one bit per row of the dataset, or a pane
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 
-from zloader.access.location import Location
+from zloader.access.location import Location, location_of
 from zloader.common.child import children_kept
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.keywords import answers
 from zloader.common.messages import warn_user
 from zloader.common.options import Cache
 from zloader.common.records import Rows
-from zloader.dataset.description import described, described_html
+from zloader.dataset.description import described
 from zloader.dataset.gene_axis import without_functions
-from zloader.dataset.gene_table import GeneTable
 from zloader.dataset.matrices import Matrices, Panel
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Names, Shares, listed, part_windows
+from zloader.dataset.table import Table
 from zloader.dataset.views import Condition, RowSet, moved, rows_matching
 from zloader.order.sampling import Sampling
-from zloader.selecting.gene_names import GeneJoin
+from zloader.selecting.gene_names import GeneJoin, GenesBy
 from zloader.selecting.genes import GeneChoice
 from zloader.selecting.rows import RowChoice, positions_of, range_of
 
+URL = str | os.PathLike[str]
 _AS_STORED = GeneJoin()
 
 
@@ -54,6 +57,69 @@ def open_locations(
     if warn and lost:
         warn_user(lost)
     return Dataset(opened, Observations(opened), matrices)
+
+
+@answers
+def open_dataset(
+    url: URL | Sequence[URL],
+    *,
+    cache: str | os.PathLike[str] | Cache | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    offline: bool = False,
+    join: Literal["inner", "outer"] | Sequence[str] | None = None,
+    genes_by: GenesBy = None,
+) -> Dataset:
+    """Opens an AnnData Zarr store, or several stores in the given order, as one Dataset.
+
+    >>> import zloader as zl
+    >>> dataset = zl.open_dataset("atlas.zarr", cache="cache")
+    >>> dataset.n_obs, dataset.n_vars, dataset.obs_columns
+    (1000, 50, ['cell_type', 'donor', 'n_counts'])
+
+    - `url`: a local path, or a URL that begins with `file://`, `s3://`, `gs://`, `az://`, `abfs://`, `hf://`, `http://`
+      or `https://`; or a list of them. Each is an AnnData or MuData store, an .h5ad or .h5mu file, or an annbatch
+      collection.
+    - `cache`: the directory, or zl.Cache, that keeps mirrors of the stores, best on a local NVMe disk. With None, every
+      epoch reads from the stores.
+    - `storage_options`: options for all URLs. For S3 those of s3fs (key, secret, token, anon, profile, endpoint_url,
+      requester_pays, client_kwargs); for GCS token, requester_pays and endpoint_url; for Azure those of adlfs; for the
+      Hub token and endpoint; for web servers headers. They are part of a pickled dataset.
+    - `offline`: open from the cache alone, without any network request. Reading values that are not in the cache then
+      raises ReadError.
+    - `join`: the genes of several stores. With None, all stores need the same genes in the same order. "inner" takes
+      the genes that every store has and "outer" all genes, in the order of `anndata.concat`. A list takes exactly
+      these genes in this order, also those that no store has. Genes that a store lacks are zeros.
+    - `genes_by`: what names the genes, also for joining them. With None, var_names. Otherwise the var column of that
+      name, such as "ensembl_id"; or a mapping from names to new ones, such as orthologs; or a function of a name, such
+      as str.upper. A gene without a new name keeps its own. A list has one of these for each store.
+
+    Genes are mapped while minibatches are gathered, so no store is rewritten. The mirrors are those of the stores, and
+    the order of the rows does not depend on `join`.
+
+    >>> merged = zl.open_dataset(["atlas.zarr", "other.zarr"], join="outer")
+    >>> merged.n_obs, merged.n_vars, merged.var_names[-1]
+    (1100, 60, 'gene9')
+
+    Opening reads metadata only, and the names of genes to join. Raises StoreNotFoundError, AccessDeniedError or
+    FormatError if a store cannot be opened or has genes that cannot be joined, MissingColumnError if a store lacks the
+    column `genes_by`, OptionError for unusable arguments, and CacheError if there is no mirror to open offline. Warns
+    of a join in which more than half of the genes of a store match no gene of the others, with the likely reason.
+    """
+    urls = [url] if isinstance(url, str | bytes) or not isinstance(url, Iterable) else url
+    if cache is not None and not isinstance(cache, Cache):
+        cache = Cache(directory=cast("Path", cache))  # Cache checks the type
+    if isinstance(urls, Mapping):
+        raise OptionError("a dataset has no labels for its stores: pass a list of paths or URLs instead of a mapping")
+    for each_url in urls:
+        if not isinstance(each_url, str | os.PathLike):
+            raise OptionError(
+                f"a store is opened by its path or URL, not by an object of type {type(each_url).__name__}. To make a "
+                "store of an AnnData in memory, run zl.convert(adata, 'x.zarr')"
+            )
+    rule = GeneJoin(join=join, genes_by=genes_by)
+    given = [location_of(each_url, storage_options) for each_url in urls]
+    locations = [found for each in given for found in each.matches(offline=offline)]
+    return open_locations(locations, cache, offline=offline, rule=rule, warn=True)
 
 
 def require_dataset(dataset: Any) -> None:
@@ -108,7 +174,7 @@ _OF_ANNDATA = {
 
 
 @answers
-class Dataset(GeneTable):
+class Dataset(Table):
     """One or several AnnData stores as one table of rows x genes. Made by `zl.open_dataset`.
 
     >>> import zloader as zl
@@ -138,15 +204,16 @@ class Dataset(GeneTable):
         return _reopen, (self._opened.locations, self.cache, self._opened.offline, _fingerprints(self), rule)
 
     def __repr__(self) -> str:
-        return self._described(described)
+        return self._described()
 
     def _repr_html_(self) -> str:
-        return self._described(described_html)
+        return self._described(html=True)
 
-    def _described(self, form: Callable[..., str]) -> str:
+    def _described(self, *, html: bool = False) -> str:
         n_vars = None if self.matrices.rule.as_stored else self.matrices.of_all_genes.n_genes("X")
         chosen, kind = (None, "Dataset") if self.whole is self else (self.n_obs, "View")
-        return form(kind, self.stores, self.url, n_vars=n_vars, chosen=chosen, panel=self.matrices.n_panel)
+        panel = self.matrices.n_panel
+        return described(kind, self.stores, self.url, n_vars=n_vars, chosen=chosen, panel=panel, html=html)
 
     def __len__(self) -> int:
         return self.n_obs

@@ -20,30 +20,20 @@ def described(
     stores: Sequence[OpenedStore],
     url: str,
     *,
-    n_vars: int | None = None,
-    chosen: int | None = None,
-    panel: int | None = None,
+    n_vars: int | None,
+    chosen: int | None,
+    panel: int | None,
+    html: bool,
 ) -> str:
     """The repr of a dataset, or that of a view of `chosen` rows and `panel` genes. Unknown numbers are shown as `?`.
 
     `n_vars` is the number of joined genes, None for those of the stores. Columns of a joined var are not shown, because
-    they are not known before var is read.
+    they are not known before var is read. With `html`, a paragraph and a table for notebooks, with the first names of
+    each group.
     """
     head, groups = _described(kind, stores, url, n_vars, (chosen, panel))
-    return "\n".join([head, *(f"    {group}: {', '.join(map(repr, names))}" for group, names in groups.items())])
-
-
-def described_html(
-    kind: str,
-    stores: Sequence[OpenedStore],
-    url: str,
-    *,
-    n_vars: int | None = None,
-    chosen: int | None = None,
-    panel: int | None = None,
-) -> str:
-    """The same as a paragraph and a table of HTML, for notebooks, with the first names of each group."""
-    head, groups = _described(kind, stores, url, n_vars, (chosen, panel))
+    if not html:
+        return "\n".join([head, *(f"    {group}: {', '.join(map(repr, names))}" for group, names in groups.items())])
     row = '<tr><th style="text-align: left">{}</th><td style="text-align: left">{}</td></tr>'
     rows = (row.format(group, escape(listed(names, _NAMES))) for group, names in groups.items())
     return f"<p>{escape(head)}</p><table>{''.join(rows)}</table>"

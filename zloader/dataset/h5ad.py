@@ -49,16 +49,8 @@ class OpenedFile(OpenedStore):
     ) -> None:
         """Like OpenedStore. `objects` has one object, under the key "". Raises DeadlineError and StoreChangedError."""
         super().__init__(location, objects, origin=origin, cache=cache, offline=offline)
-        self.folder, self.name = file_of(location)
-        self._sizes = {self.name: objects[""].size}
-
-    @property
-    def read_from(self) -> Location:
-        return self.folder
-
-    @property
-    def _read_objects(self) -> Listing:
-        return Listing([(self.name, self.objects[""])])
+        self.read_from, self.name = file_of(location)
+        self._read_objects, self._sizes = Listing([(self.name, objects[""])]), {self.name: objects[""].size}
 
     @cached_property
     def index(self) -> Hdf5Index:

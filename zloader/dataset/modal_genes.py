@@ -10,8 +10,8 @@ from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import Rows
+from zloader.dataset.elements import StoredElements
 from zloader.dataset.in_memory import used_categories
-from zloader.dataset.modalities import ModalElements
 from zloader.selecting.genes import ChosenGenes, Genes, GenesOf
 from zloader.selecting.row_maps import checked_map, in_whole
 
@@ -59,12 +59,12 @@ def _found(gene: str, names: Mapping[str, set[str]]) -> tuple[str, str]:
     return having[0]
 
 
-def var_of_panel(store: ModalElements, panels: Mapping[str, ChosenGenes | None]) -> pd.DataFrame:
+def var_of_panel(store: StoredElements, panels: Mapping[str, ChosenGenes | None]) -> pd.DataFrame:
     """The rows of var of the whole for the chosen genes of each modality, or for all of it."""
     return used_categories(store.element("var").iloc[_genes_in_whole(store, panels)])
 
 
-def _genes_in_whole(store: ModalElements, panels: Mapping[str, ChosenGenes | None]) -> Rows:
+def _genes_in_whole(store: StoredElements, panels: Mapping[str, ChosenGenes | None]) -> Rows:
     """The positions in var of the whole, by the varmap of each modality."""
     found = []
     for modality, chosen in panels.items():

@@ -35,7 +35,8 @@ from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
-from zloader.dataset.modalities import MUDATA, ModalElements, path_of
+from zloader.dataset.elements import StoredElements
+from zloader.dataset.modalities import MUDATA, path_of
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.genes import ChosenGenes
@@ -45,7 +46,7 @@ from zloader.storage.metadata import matrix_shape
 _MOST_WHOLE = 4 << 20  # rows whose offsets are read at once: 32 MiB
 
 
-class OpenedStore(ModalElements):
+class OpenedStore(StoredElements):
     """One AnnData or MuData store, as it was when it was opened."""
 
     def __init__(
@@ -65,6 +66,7 @@ class OpenedStore(ModalElements):
         self.fingerprint = fingerprint(objects)
         self.mirror_fingerprint = None if cache is None else mirror_fingerprint(location.url, origin, objects)
         super().__init__(location, objects)
+        self.read_from, self._read_objects = location, objects  # of the chunks of matrices
         self.mirror_directory = None
         if cache is not None and self.mirror_fingerprint is not None:
             self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, location.address)
@@ -75,16 +77,6 @@ class OpenedStore(ModalElements):
         self._opened = (os.getpid(), self._open_group())
         if self.mirror_directory is not None:
             save_listing(self.mirror_directory, origin, objects)
-
-    @property
-    def read_from(self) -> Location:
-        """Where the keys of the objects of matrices are."""
-        return self.location
-
-    @property
-    def _read_objects(self) -> Listing:
-        """The objects of matrices, by their keys there."""
-        return self.objects
 
     @property
     def root(self) -> Any:

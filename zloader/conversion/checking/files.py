@@ -67,7 +67,7 @@ class _FileArray(StoredArray):
 
     def __init__(self, file: OpenedFile, path: str) -> None:
         array = file.node(path)
-        super().__init__(file.folder, array, file.object_sizes(), absent_is_fill=True)
+        super().__init__(file.read_from, array, file.object_sizes(), absent_is_fill=True)
         self._layout = None
         try:
             layout = file.array_layout(path)
