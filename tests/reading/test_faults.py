@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import shutil
@@ -33,6 +34,7 @@ from zloader.common.errors import (
     StoreError,
     TruncatedObjectError,
 )
+from zloader.reading import object_source
 
 pytestmark = pytest.mark.any_version
 
@@ -133,11 +135,11 @@ FAULTS = {
     "range ignored": Row(
         fault={"kind": "ignore_range"}, passing=2, error=ReadError, says=r"ignored by server; attempt 3, .*proxy"
     ),
-    "stall": Row(fault={"kind": "stall", "after": 10}, passing=1, error=DeadlineError, says=LATE, options=IN_TIME),
+    "stall": Row(fault={"kind": "stall", "after": 10}, passing=None, error=DeadlineError, says=LATE, options=IN_TIME),
     "stall before the head": Row(
-        fault={"kind": "delay", "seconds": NEVER_S}, passing=1, error=DeadlineError, says=LATE, options=IN_TIME
+        fault={"kind": "delay", "seconds": NEVER_S}, passing=None, error=DeadlineError, says=LATE, options=IN_TIME
     ),
-    "drip": Row(fault={"kind": "slow", "bps": 10}, passing=1, error=DeadlineError, says=LATE, options=IN_TIME),
+    "drip": Row(fault={"kind": "slow", "bps": 10}, passing=None, error=DeadlineError, says=LATE, options=IN_TIME),
     "slow answers": Row(fault={"kind": "delay", "seconds": 0.1}, passing=10, error=None),
     "flipped byte in a shard index": Row(
         fault={"kind": "flip", "skip": 0}, passing=1, error=CorruptChunkError, says=r"c/1 bytes \d+-\d+: .*Restore"
@@ -174,8 +176,7 @@ def start_fault(server: Sim, row: Row, *, count: int | None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in FAULTS.items() if row.passing])
-def test_what_passes_leaves_the_epoch_right_and_the_mirror(bucket, sim, tmp_path, row, monkeypatch):
-    monkeypatch.setattr(retry, "_CHECKS", PATIENCE_S / 0.4)  # retry slow reads soon
+def test_what_passes_leaves_the_epoch_right_and_the_mirror(bucket, sim, tmp_path, row):
     server = sim(root=bucket)
     loader = loader_over(server, cache=tmp_path / "cache")
     start_fault(server, row, count=row.passing)
@@ -233,7 +234,7 @@ def doing(act: Callable[[], object], *, when: Callable[[], object]) -> Iterator[
 
 @pytest.mark.slow
 def test_a_storm_of_slow_downs(bucket, sim, caplog, monkeypatch):
-    monkeypatch.setattr(retry, "_WARN_S", 0.5)
+    monkeypatch.setattr(object_source, "_WARN_S", 0.5)
     caplog.set_level("DEBUG", "zloader")
     server = sim(root=bucket)
     loader = loader_over(server)
@@ -291,14 +292,32 @@ def test_a_server_whose_every_answer_stalls(bucket, sim):
     assert epoch(loader) == ROWS
 
 
+_STALLS = """
+import json, sys
+import zloader as zl
+dataset = zl.open_dataset("s3://atlas/counts.zarr", storage_options=json.loads(sys.argv[1]))
+loader = zl.Loader(dataset, batch_size=8, fetch_factor=4, sampling=zl.BlockShuffling(4))
+print(sum(map(len, loader)), loader.statistics().retries)
+"""
+
+
 @pytest.mark.slow
-def test_where_every_read_is_slow_none_is_asked_for_twice(bucket, sim, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fault", [{"kind": "stall", "after": 10}, {"kind": "delay", "seconds": NEVER_S}])
+def test_a_connection_that_stalls_is_closed_and_its_read_is_made_again(bucket, sim, interpreter, fault):
+    server = sim(root=bucket)
+    server.faults = [{"match": "X/data/c/1$", "skip": 1, "count": 1, **fault}]
+    options = {"key": "any", "secret": SECRET, "endpoint_url": server.url}
+    done = interpreter.run(_STALLS, json.dumps(options), TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS="1")  # instead of 20
+    assert done.stdout.split() == ["200", "1"], done.stderr
+
+
+@pytest.mark.slow
+def test_where_every_read_is_slow_none_is_asked_for_twice(bucket, sim, tmp_path):
     """A second read of each span would only take bandwidth from the first."""
-    monkeypatch.setattr(retry, "_CHECKS", PATIENCE_S / 0.5)
     server = sim(root=bucket)
     loader = loader_over(server, cache=tmp_path / "cache")
     server.tally.clear()
-    server.faults = [{"kind": "delay", "seconds": 1.0}]  # longer than a single slow read may take before it is retried
+    server.faults = [{"kind": "delay", "seconds": 1.0}]
     assert epoch(loader) == ROWS
     asked = [(entry["path"], entry["range"]) for entry in server.log]
     assert len(asked) == len(set(asked)) == 16  # two arrays x four shards x (index, chunks)

@@ -1,7 +1,7 @@
 """What obstore needs to read objects, for the schemes that TensorStore does not read.
 
 obstore was chosen over fsspec because it needs half to a fifth of the CPU time per byte, and returns the ETag of each
-answer (benchmarks/LOG.md). It makes single requests: `zloader.access.retry` retries until the deadline.
+answer (benchmarks/LOG.md). It makes single requests: `zloader.reading.object_source` retries until the deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from zloader.common.errors import OptionError
 
-# A stalled connection is dropped after as long as by TensorStore. The Retrier's deadline bounds the whole read.
+# A stalled connection is dropped after as long as by TensorStore. The deadline of a read bounds all its attempts.
 _CLIENT = {"connect_timeout": "10s", "read_timeout": "20s", "timeout": "24h"}
 _ONE_REQUEST = {"max_retries": 0, "retry_timeout": timedelta(seconds=30)}
 _FEW_REQUESTS = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}

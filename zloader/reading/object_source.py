@@ -1,22 +1,55 @@
 """Reads the bytes of chunks of remote stores, one ranged GET per span.
 
-A RangeReader makes single attempts through TensorStore or obstore. Here they are retried until the deadline, and each
-answer is compared with the object that was listed.
+A RangeReader makes single attempts through TensorStore (tensorstore_reader.py: S3, Google Cloud Storage, web servers
+and the Hugging Face Hub) or obstore (obstore_reader.py: the rest). Here they are retried after pauses, until the
+deadline, and each answer is compared with the object that was listed. A read that stalls ends when its connection is
+closed, as TensorStore and obstore do once it has received nothing for 20 s, or at the deadline.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import random
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from zloader.access.location import Location
-from zloader.access.retry import ReadFailure, Retrier, truncated
+from zloader.access.retry import Answer, ReadFailure, pause_s, settled, truncated
 from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
-from zloader.common.errors import StoreChangedError
+from zloader.common.errors import DeadlineError, StoreChangedError, TruncatedObjectError
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
-from zloader.reading.range_reader import RangeReader
+
+_log = logging.getLogger("zloader")
+_WARN_S = 5.0  # a read retried for longer than this logs a warning, at most one warning per such interval
+
+
+class RangeReader(Protocol):
+    """Starts single ranged GETs of a library, and reports how they ended. It opens nothing before the first `start`."""
+
+    async def start(self, spans: Sequence[Span]) -> list[Any]:
+        """Begins all reads; returns a future for each span."""
+
+    def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
+        """How a completed read ended."""
+
+
+@dataclass(kw_only=True)
+class _Attempts:
+    """The attempts to read a span: when the first began, their number, and the last answer."""
+
+    span: Span
+    began: float
+    number: int = 1
+    limited: int = 0  # those whose failure has a limit of its own (ReadFailure.attempts)
+    answer: str = "none"
+
+    def __str__(self) -> str:
+        return f"last answer: {self.answer}; attempt {self.number}, after {time.monotonic() - self.began:.1f} s"
 
 
 class ObjectSource:
@@ -32,30 +65,99 @@ class ObjectSource:
         options: FetchOptions,
     ) -> None:
         """`objects` were listed when the store was opened. An object that has changed since then raises an error."""
-        self._location, self._objects = location, objects
+        self._location, self._objects, self._options = location, objects, options
         self._tags: dict[str, bytes] = {}  # the answers' tag of each object that was read
         self._reader = _reader(location)
-        self._retrier = Retrier(self, options)
-
-    @property
-    def retries(self) -> int:
-        """Retries so far, over all reads."""
-        return self._retrier.retries
+        self.retries = 0  # so far, over all reads
+        self._warned = float("-inf")
+        self._random = random.Random()  # leaves the state of the global generator unchanged
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """The bytes of each span, in order.
 
-        Raises ReadError, AccessDeniedError or StoreChangedError within `deadline_s`, with URL, key and byte range.
+        Raises the error of the first failure that is final (ReadError, AccessDeniedError or StoreChangedError), or
+        DeadlineError `deadline_s` after the call, with URL, key and byte range.
         """
-        return await self._retrier.read(spans)
+        began = time.monotonic()
+        started: list[Any] = []
+        stored: list[bytes] = []
+        pending: dict[int, _Attempts] = {}  # by position in `stored`
+        try:
+            async with asyncio.timeout(self._options.deadline_s) as deadline:
+                started += await self._reader.start(spans)
+                await settled(started)
+                for position, (span, read) in enumerate(zip(spans, started, strict=True)):
+                    succeeded = read.done() and read.exception() is None
+                    outcome = await self._outcome(span, read) if succeeded else None
+                    if not isinstance(outcome, bytes):
+                        pending[position] = _Attempts(span=span, began=began)
+                        outcome = b""
+                    stored.append(outcome)
+                if pending:
+                    await self._finish_all(pending, started, stored)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            late = (span for span, read in zip(spans, started, strict=False) if not read.done())
+            attempts = next(iter(pending.values()), None) or _Attempts(span=next(late, spans[0]), began=began)
+            raise self._deadline_error(attempts) from error
+        finally:
+            for read in started:
+                read.cancel()
+        return stored
 
-    # ---- single attempts, for the Retrier
+    async def _finish_all(self, pending: dict[int, _Attempts], started: list[Any], stored: list[bytes]) -> None:
+        async def finish(position: int, attempts: _Attempts) -> None:
+            stored[position] = await self._finish(attempts, started[position], started)
+            del pending[position]
 
-    async def start(self, spans: Sequence[Span]) -> list[Any]:
-        """Begins all reads; returns a future for each span."""
-        return await self._reader.start(spans)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for position, attempts in pending.items():
+                    group.create_task(finish(position, attempts))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
 
-    async def outcome(self, span: Span, read: Any) -> bytes | ReadFailure:
+    async def _finish(self, attempts: _Attempts, read: Any, started: list[Any]) -> bytes:
+        """Reads a span again until an attempt succeeds; raises once the last allowed attempt has failed."""
+        while True:
+            await settled([read])
+            outcome = await self._outcome(attempts.span, read)
+            if isinstance(outcome, bytes):
+                return outcome
+            await self._pause(attempts, outcome)
+            self.retries += 1
+            attempts.number += 1
+            (read,) = await self._reader.start([attempts.span])
+            started.append(read)
+
+    async def _pause(self, attempts: _Attempts, failure: ReadFailure) -> None:
+        """Waits before the next attempt; raises if no attempts or no time is left."""
+        described, now = self.describe(attempts.span), time.monotonic()
+        attempts.answer = failure.answer
+        attempts.limited += failure.attempts is not None
+        exhausted = failure.attempts is not None and attempts.limited >= failure.attempts
+        if attempts.number > self._options.retries or exhausted:
+            if failure.error is TruncatedObjectError:
+                await self._check_listed(attempts.span)
+            raise failure.error(f"{described} {failure.verdict} ({attempts}). {failure.advice}")
+        seconds = max(failure.wait_s, pause_s(attempts.number, self._random.random()))
+        if now + seconds > attempts.began + self._options.deadline_s:
+            raise self._deadline_error(attempts)
+        level = logging.DEBUG
+        if now - max(attempts.began, self._warned) > _WARN_S:
+            level, self._warned = logging.WARNING, now
+        _log.log(level, "%s failed (%s); retrying in %.1f s", described, attempts, seconds)
+        await asyncio.sleep(seconds)
+
+    def _deadline_error(self, attempts: _Attempts) -> DeadlineError:
+        return DeadlineError(
+            f"{self.describe(attempts.span)} did not finish within deadline_s={self._options.deadline_s} ({attempts}). "
+            "Is the server overloaded, down or unreachable? A slow link needs a larger deadline_s or fewer "
+            "in_flight_bytes"
+        )
+
+    async def _outcome(self, span: Span, read: Any) -> bytes | ReadFailure:
         """The bytes of a completed read, or its failure. Raises StoreChangedError."""
         answer = self._reader.answer(span, read)
         if isinstance(answer, ReadFailure):
@@ -81,10 +183,10 @@ class ObjectSource:
         # A tag ends in the ETag. If that is not the listed ETag, ask the server again.
         listed = self._objects[span.key].tag.encode()
         if not (listed and tag.endswith(listed)):
-            await self.check_listed(span)
+            await self._check_listed(span)
         self._tags[span.key] = tag
 
-    async def check_listed(self, span: Span) -> None:
+    async def _check_listed(self, span: Span) -> None:
         """Raises StoreChangedError if the object on the server is no longer the one that was listed."""
         if await aside(self._location.find_object, span.key) != self._objects[span.key]:
             raise self._changed(span)

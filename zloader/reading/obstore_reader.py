@@ -10,11 +10,10 @@ from typing import Any
 from zloader.access.forks import claim_process
 from zloader.access.location import Location
 from zloader.access.object_stores import ObjectStore
-from zloader.access.retry import MISSING, RANGE_IGNORED, ReadFailure, denied, truncated
+from zloader.access.retry import MISSING, RANGE_IGNORED, Answer, ReadFailure, denied, truncated
 from zloader.common.locks import cached_property
 from zloader.common.messages import reason_of
 from zloader.common.records import Span
-from zloader.reading.range_reader import Answer
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _PASSING = (408, 425, 429)  # of the statuses below 500

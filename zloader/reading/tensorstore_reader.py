@@ -13,11 +13,10 @@ from zloader.access.forks import claim_process
 from zloader.access.hub import HubAddresses, unfound
 from zloader.access.kvstore import Credentials, http_spec, kvstore_spec, set_curl_timeouts
 from zloader.access.location import Location
-from zloader.access.retry import MISSING, ReadFailure, classify_failure, settled
+from zloader.access.retry import MISSING, Answer, ReadFailure, classify_failure, settled
 from zloader.common.errors import AccessDeniedError, StoreError
 from zloader.common.messages import reason_of
 from zloader.common.records import Span
-from zloader.reading.range_reader import Answer
 
 
 class TensorStoreReader:
@@ -62,7 +61,7 @@ class AddressReader:
         kvstore = await ts.KvStore.open(http_spec(found.url, found.headers))  # takes less than 0.1 ms
         read = kvstore.read("", byte_range=slice(span.start, span.stop))
         try:
-            await settled([read], None, enough=1)
+            await settled([read])
         finally:
             read.cancel()  # does nothing to a read that has ended
         if (failed := read.exception()) is not None:
