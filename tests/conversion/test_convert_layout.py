@@ -32,7 +32,8 @@ from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.writing.encode import CODECS, ChunkEncoder, chunk_elements, grid, shard_index, zarr_codecs
 from zloader.conversion.writing.ownership import MARKER
-from zloader.conversion.writing.stored import StoredArray, stored_layout
+from zloader.conversion.writing.stored import StoredArray
+from zloader.storage.metadata import layout_of
 
 
 def codec_names(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -152,7 +153,7 @@ def test_shards_have_the_bytes_that_zarr_would_write(length: int, dtype: str, co
         **codecs,
     )
     array[:] = elements
-    encoder = ChunkEncoder(stored_layout(array))
+    encoder = ChunkEncoder(layout_of(array, absent_is_fill=False))
     for shard in range(shards):
         here = elements[shard * chunk * per_shard : (shard + 1) * chunk * per_shard]
         chunks = [encoder.encode(here[at : at + chunk], chunk) for at in range(0, len(here), chunk)]

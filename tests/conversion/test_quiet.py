@@ -40,7 +40,7 @@ from zloader.conversion.writing.object_writer import (
 )
 from zloader.conversion.writing.passes import Target
 from zloader.conversion.writing.shards import ShardWriter, threads
-from zloader.conversion.writing.stored import stored_layout
+from zloader.storage.metadata import layout_of
 
 DEADLINE_S = 60
 
@@ -320,7 +320,7 @@ def test_an_upload_is_aborted_when_its_parts_have_ended(s3: Any, monkeypatch: py
     slow = SlowFiles(location.filesystem())
     monkeypatch.setattr(Location, "filesystem", lambda self: slow)
     array, values = large_array()
-    encoder = ChunkEncoder(stored_layout(array))
+    encoder = ChunkEncoder(layout_of(array, absent_is_fill=False))
     interrupts = Interrupts(lambda: slow.log.count("upload_part begins") == 2, slow.freed.set)
 
     def write() -> None:
@@ -340,7 +340,7 @@ def test_an_upload_is_aborted_when_its_parts_have_ended(s3: Any, monkeypatch: py
 
 def test_ctrl_c_ends_what_reads_shards_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     location, (array, values) = Location(url=str(tmp_path)), large_array()
-    encoder = ChunkEncoder(stored_layout(array))
+    encoder = ChunkEncoder(layout_of(array, absent_is_fill=False))
     with (
         threads(location.url) as pool,
         ShardWriter(array, encoder, pool, lambda key: create_object(location, key)) as writer,

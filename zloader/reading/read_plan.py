@@ -66,7 +66,7 @@ class ReadPlanner:
 
     def shards(self, chunks: Rows) -> list[int]:
         """The shards that contain the chunks."""
-        found: list[int] = distinct(self.layout.placement.object_of(chunks)).tolist()
+        found: list[int] = distinct(chunks // self.layout.chunks_per_shard).tolist()
         return found
 
     def spans(

@@ -82,7 +82,7 @@ class ArrayLayout:
     @property
     def n_shards(self) -> int:
         """Number of shards, which are stored objects."""
-        return self.placement.n_objects(self.n_chunks)
+        return -(-self.n_chunks // self.chunks_per_shard)
 
     def chunk_bytes(self, object_sizes: Mapping[str, int]) -> float:
         """Average stored bytes per chunk, estimated from the first 16 objects; 0 if there are no objects."""
@@ -209,17 +209,16 @@ def chunks_of(starts: Rows, stops: Rows, layout: ArrayLayout) -> Rows:
 
 def align_to_runs(layout: ArrayLayout, chunks: Rows, run: int) -> Rows:
     """`chunks` extended to whole runs: each run of `run` chunks of an object is included entirely or not at all."""
-    place = layout.placement
-    within = chunks - place.first_chunk(place.object_of(chunks))
-    begins = distinct(chunks - within % run)
-    ends = np.minimum(begins + run, place.first_chunk(place.object_of(begins) + 1))
+    per_shard = layout.chunks_per_shard
+    begins = distinct(chunks - chunks % per_shard % run)
+    ends = np.minimum(begins + run, (begins // per_shard + 1) * per_shard)
     return expand(begins, np.minimum(ends, layout.n_chunks) - begins)
 
 
 def fill_gaps(layout: ArrayLayout, chunks: Rows, gap: int) -> Rows:
     """`chunks` (ascending) with gaps filled: up to `gap` chunks between two chunks of the same object are included."""
     between = np.diff(chunks) - 1
-    small = (between <= gap) & (np.diff(layout.placement.object_of(chunks)) == 0)
+    small = (between <= gap) & (np.diff(chunks // layout.chunks_per_shard) == 0)
     return expand(chunks, np.append(np.where(small, between, 0), np.zeros(min(1, len(chunks)), np.int64)) + 1)
 
 
@@ -281,10 +280,11 @@ def chunk_spans(
     """
     spans: list[ChunkSpan] = []
     absent: list[Rows] = []
-    shards = layout.placement.object_of(chunks)
+    per_shard = layout.chunks_per_shard
+    shards = chunks // per_shard
     for here in np.split(chunks, np.flatnonzero(np.diff(shards)) + 1) if len(chunks) else []:
-        shard = int(layout.placement.object_of(here[0]))
-        stored, offsets, sizes = indexes[shard].ranges(here - layout.placement.first_chunk(np.array(shard)))
+        shard = int(here[0]) // per_shard
+        stored, offsets, sizes = indexes[shard].ranges(here - shard * per_shard)
         absent.append(here[~stored])
         by_offset = np.argsort(offsets, kind="stable")
         here, offsets, sizes = here[stored][by_offset], offsets[by_offset], sizes[by_offset]

@@ -28,18 +28,6 @@ class Placement(ABC):
     chunks_per_object: int  # in a whole object
     index_bytes: int
 
-    def object_of(self, chunks: Rows) -> Rows:
-        """The object of each chunk."""
-        return chunks // self.chunks_per_object
-
-    def first_chunk(self, objects: Rows) -> Rows:
-        """The first chunk of each object."""
-        return objects * self.chunks_per_object
-
-    def n_objects(self, n_chunks: int) -> int:
-        """The number of objects of an array with `n_chunks` chunks."""
-        return -(-n_chunks // self.chunks_per_object)
-
     def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
         """The bytes of the array in some of its objects, and how many chunks these have room for."""
         keys = map(self.key, objects)

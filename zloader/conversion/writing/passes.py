@@ -34,7 +34,8 @@ from zloader.conversion.writing.encode import (
 )
 from zloader.conversion.writing.object_writer import ObjectWriter
 from zloader.conversion.writing.shards import ShardWriter, Threads
-from zloader.conversion.writing.stored import StoredArray, stored_layout
+from zloader.conversion.writing.stored import StoredArray
+from zloader.storage.metadata import layout_of
 
 _INDPTR_CHUNK = 1 << 16  # entries per chunk: a page of the offsets of a large matrix
 _INDPTR_WINDOW = 1 << 20  # entries written at once
@@ -117,7 +118,7 @@ class Target:
 
     def writer(self, array: zarr.Array[Any], first_shard: int = 0) -> ShardWriter:
         """A writer for an array made by `create`, starting at a shard."""
-        encoder = ChunkEncoder(stored_layout(array))
+        encoder = ChunkEncoder(layout_of(array, absent_is_fill=False))
         return ShardWriter(array, encoder, self.threads, self.create_object, first_shard=first_shard)
 
     def create(

@@ -32,11 +32,6 @@ _BATCH_BYTES = 8 * MiB  # decoded ahead of the consumer
 Chunk = NDArray[Any] | CorruptChunkError
 
 
-def stored_layout(array: zarr.Array[Any]) -> ArrayLayout:
-    """The layout of an array whose objects must all exist."""
-    return layout_of(array, absent_is_fill=False)
-
-
 class StoredArray:
     """One array, whose piece i is its stored object i. zloader's decoder reads it if it can, otherwise zarr.
 
