@@ -16,7 +16,6 @@ from zloader.access.kvstore import Credentials
 from zloader.caching.atomic_files import cached_path
 from zloader.caching.leases import Leases
 from zloader.common.machine import available_cores
-from zloader.common.sharing import SharesArrays
 
 # The libraries are imported first, because they have their own ways to find out the platform.
 _WITHOUT_LINUX = """
@@ -146,14 +145,6 @@ def test_credentials_go_through_a_private_temporary_file(credentials, tmp_path):
     assert file.exists()
     credentials._end()
     assert not file.exists()
-
-
-def test_a_spawned_worker_gets_a_copy_of_large_arrays(monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr("zloader.common.sharing.get_spawning_popen", object)
-    shared = SharesArrays()
-    shared.weights = np.arange(1 << 18)
-    assert shared.__getstate__()["weights"] is shared.weights
 
 
 def test_names_that_differ_in_case_have_files_that_differ_in_more(tmp_path):

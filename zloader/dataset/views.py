@@ -21,7 +21,6 @@ from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows, windows_of
-from zloader.common.sharing import SharesArrays
 from zloader.dataset.store import OpenedStore
 from zloader.order.sampling import Sampling, WrappedSampling
 from zloader.order.shuffling import as_array, checked_once
@@ -64,7 +63,7 @@ def _rank(bits: NDArray[np.uint8], before: Rows, bits_set: NDArray[np.uint8], nu
 
 
 @dataclass(frozen=True, eq=False)
-class RowSet(SharesArrays):
+class RowSet:
     """Some of `n_all` rows in ascending order, at one bit per row. Made by `of`."""
 
     n_all: int

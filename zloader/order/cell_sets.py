@@ -22,7 +22,6 @@ from zloader.common.checks import is_number, one_or_more, require_count, require
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows
-from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import dealt, key_of, permute_each, shared_out
 from zloader.order.sampling import Sampling, Table
 from zloader.selecting.columns import Column
@@ -126,7 +125,7 @@ class SetCounts:
     unlabelled_rows: int
 
 
-class BoundCellSets(SharesArrays, Sampling):
+class BoundCellSets(Sampling):
     """The sets of a dataset's groups: a CellSets that knows its rows.
 
     The unit is a set, or all sets of a minibatch, with weights and `distinct`. With `rest="keep"`, gaps stand at the

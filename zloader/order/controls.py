@@ -18,7 +18,6 @@ from zloader.common.checks import one_or_more, require_count
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
 from zloader.common.records import Rows, windows_of
-from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import key_of, words_at
 from zloader.order.sampling import Sampling, Table
 from zloader.selecting.columns import Column
@@ -91,7 +90,7 @@ class MatchedControls:
         return BoundControls(self, dataset, sampling)
 
 
-class BoundControls(SharesArrays):
+class BoundControls:
     """The controls of the rows of a dataset, numbered as rows of the whole dataset."""
 
     def __init__(self, options: MatchedControls, dataset: Table, sampling: Sampling) -> None:

@@ -34,7 +34,6 @@ from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
 from zloader.common.records import WINDOW_ROWS, Rows, windows_of
-from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import GOLDEN, key_of, mix, mix_word, words_at
 from zloader.order.sampling import Sampling
 from zloader.order.shuffling import BlockShuffling
@@ -137,7 +136,7 @@ def _search(ends: NDArray[np.float64], points: NDArray[np.float64]) -> Rows:
     return found
 
 
-class Draws(SharesArrays, Sampling):
+class Draws(Sampling):
     """A sampling of `total_size` rows per epoch, drawn by weight in blocks of `block_size`.
 
     The weight of row i is `table[i]`, or `table[codes[i]]` if there are codes; code -1 selects the last entry. With

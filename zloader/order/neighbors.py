@@ -19,7 +19,6 @@ from zloader.common.compiled import compiled
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.machine import require_memory
 from zloader.common.records import Rows
-from zloader.common.sharing import SharesArrays
 from zloader.order.sampling import Sampling, Table
 
 log = logging.getLogger("zloader")
@@ -87,7 +86,7 @@ class Neighbors:
         return BoundNeighbors(self, dataset, sampling)
 
 
-class BoundNeighbors(SharesArrays):
+class BoundNeighbors:
     """The neighbours of the rows of a dataset, numbered as rows of the whole dataset."""
 
     def __init__(self, options: Neighbors, dataset: HasGraph, sampling: Sampling) -> None:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from zloader.common.checks import require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
-from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import blocks_at, key_of, words_at
 from zloader.order.sampling import Sampling, require_sampling
 
@@ -62,7 +61,7 @@ def checked_once(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | 
     return rows
 
 
-class Subset(SharesArrays, Sampling):
+class Subset(Sampling):
     """Base class: restricts a sampling to optional `indices`."""
 
     _rows: Rows | None

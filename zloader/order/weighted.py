@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from zloader.common.checks import is_number, require_count
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
-from zloader.common.sharing import SharesArrays
 from zloader.order.draws import Codes, Draws, require_within
 from zloader.order.sampling import Sampling, Table
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, checked_once
@@ -25,7 +24,7 @@ from zloader.selecting.groups import count_codes
 
 
 @dataclass(frozen=True, eq=False)
-class _Weighted(SharesArrays, Sampling):
+class _Weighted(Sampling):
     """Base class: the common options, and the draws once the weights are known."""
 
     _: KW_ONLY

@@ -20,7 +20,6 @@ from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
 from zloader.common.records import Rows, windows_of
-from zloader.common.sharing import SharesArrays
 from zloader.selecting.columns import Column
 
 _MOST_COMBINATIONS = 1 << 28
@@ -28,7 +27,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Groups(SharesArrays):
+class Groups:
     """The groups of some rows by the labels in `columns`, in the order of the labels.
 
     Row i is in the group `codes[i]`. A group has `sizes` rows, and `first` is one of them. A missing label counts as a
