@@ -10,6 +10,7 @@ their libraries do not export these functions, chunks are decoded one by one.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -229,17 +230,18 @@ _memcpy = External("memcpy", "intp", "intp", "intp", "uintp")
 
 @functools.cache
 def decompresses_many() -> bool:
-    """Loads the C functions for `decompress`. Returns False if any is missing. Call this before `decompress`."""
-    # Imported here because it is a part of numba, which is imported when the first loop is called (compiled.py).
-    import llvmlite.binding
+    """Loads the C functions for `decompress`. Returns False if any is missing. Call this before `decompress`.
 
-    for library in ("numcodecs.blosc", "google_crc32c._crc32c"):
-        found = importlib.util.find_spec(library)
+    Compiled loops find the functions of a library that the whole process can see (RTLD_GLOBAL).
+    """
+    libraries = []
+    for name in ("numcodecs.blosc", "google_crc32c._crc32c"):
+        found = importlib.util.find_spec(name)
         if found is None or found.origin is None:
             return False
-        llvmlite.binding.load_library_permanently(found.origin)
+        libraries.append(ctypes.CDLL(found.origin, ctypes.RTLD_GLOBAL))
     functions = (_crc32c, _validate, _sizes, _metainfo, _decompress, _getitem, _memcpy)
-    return all(llvmlite.binding.address_of_symbol(function.name) is not None for function in functions)
+    return all(any(hasattr(library, function.name) for library in libraries) for function in functions)
 
 
 # The crc32c of any bytes followed by their own crc32c (little endian) is this constant.
