@@ -17,7 +17,7 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common.errors import AccessDeniedError, OptionError, SourceError, StoreError, StoreNotFoundError
 from zloader.conversion.convert import convert_to
-from zloader.conversion.sources import list_rows, parquet
+from zloader.conversion.sources import parquet
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -98,7 +98,7 @@ def assert_is_adata(store: Path, wanted: ad.AnnData = ADATA) -> None:
 @pytest.mark.parametrize("rows", [100, 7])
 @pytest.mark.parametrize("how", [{}, {"marker": False}, {"names": ("gene_token_id", "gene_expression")}])
 def test_the_same_cells_written_both_ways_are_equal(tmp_path, monkeypatch, rows, how):
-    monkeypatch.setattr(list_rows, "MOST_BYTES", 64 * 1000)
+    monkeypatch.setattr(parquet, "MOST_BYTES", 64 * 1000)
     write(tmp_path, rows=rows, **how)
     report = zl.convert(source(tmp_path), tmp_path / "a.zarr", options=SMALL, progress=False)
     zl.convert(ADATA, tmp_path / "b.zarr", options=SMALL, progress=False)
@@ -346,7 +346,7 @@ def with_names(folder: Path, kind: str, names=NAMES, rows: int = 100) -> Path:
 @pytest.mark.parametrize("rows", [100, 7])
 @pytest.mark.parametrize("kind", TEXT)
 def test_lists_of_names_with_gene_metadata(tmp_path, monkeypatch, kind, rows):
-    monkeypatch.setattr(list_rows, "MOST_BYTES", 64 * 1000)
+    monkeypatch.setattr(parquet, "MOST_BYTES", 64 * 1000)
     with_names(tmp_path, kind, rows=rows)
     zl.convert(source(tmp_path), tmp_path / "a.zarr", options=SMALL, progress=False)
     zl.convert(ADATA, tmp_path / "b.zarr", options=SMALL, progress=False)

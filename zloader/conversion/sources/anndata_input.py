@@ -226,8 +226,8 @@ class StoredInput(Input):
 class MemoryInput(Input):
     """An AnnData object in memory. The parts of a backed AnnData are read from its file."""
 
-    def __init__(self, adata: ad.AnnData, name: str, label: str, *, objects: Objects | None = None) -> None:
-        super().__init__(name, label, objects or [])
+    def __init__(self, adata: ad.AnnData, name: str, label: str) -> None:
+        super().__init__(name, label, [])
         frames = {"obs": adata.obs, "var": adata.var, "raw/var": getattr(adata.raw, "var", adata.var)}
         for path, frame in frames.items():
             if not isinstance(frame, pd.DataFrame):
