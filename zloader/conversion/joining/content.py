@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -25,7 +25,7 @@ from zloader.conversion.joining.genes import GeneRule, gene_axis, name_genes
 from zloader.conversion.joining.selection import Selection, Stack, gene_matrices, keys_of, row_parts
 from zloader.conversion.joining.union import NOTHING, is_storable, kind_of, storable, stored_kind, unite
 from zloader.conversion.sources.inputs import Input, Problems, by_source, refuse_unknown
-from zloader.conversion.sources.shuffle import ShuffledMatrix
+from zloader.conversion.sources.shuffle import Permutation, ShuffledMatrix
 from zloader.conversion.sources.windows import SourceMatrix
 
 _GROUPS = ("layers", "obsm", "varm", "obsp", "varp")
@@ -250,7 +250,7 @@ class RearrangedContent:
     Raises OptionError if obs already has a column `source_row`.
     """
 
-    def __init__(self, content: Content, positions: Callable[[Rows], Rows], *, bucket_bytes: int) -> None:
+    def __init__(self, content: Content, positions: Permutation, *, bucket_bytes: int) -> None:
         """`positions` gives the new positions of source rows. `bucket_bytes` bounds the memory for sorting rows."""
         if SOURCE_ROW in content.obs_columns:
             raise OptionError(

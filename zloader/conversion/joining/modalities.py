@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,10 +27,9 @@ from zloader.conversion.joining.genes import GeneRule
 from zloader.conversion.joining.selection import Selection, keys_of
 from zloader.conversion.sources.inputs import Input, Problems, refuse_unknown
 from zloader.conversion.sources.modality import MuDataInput, require_anndata
+from zloader.conversion.sources.shuffle import Permutation
 from zloader.order.permutation import key_of, permute
 from zloader.selecting.row_maps import RowMap, in_whole
-
-Positions: TypeAlias = Callable[[Rows], Rows]  # the new positions of rows of the sources
 
 _ANNDATA = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
 _MODALITY = _ANNDATA | {"zloader": {"part_of": "MuData"}}  # opened by itself, it is a store whose objects all exist
@@ -76,7 +75,7 @@ def parts_of(
 
 def _positions(
     n_rows: int, shuffle_seed: int | None, order: Sequence[int] | NDArray[np.integer] | None
-) -> Positions | None:
+) -> Permutation | None:
     """Where rows of the sources are stored; None if they stay where they are."""
     if shuffle_seed is not None:
         key = key_of(shuffle_seed)
@@ -90,12 +89,12 @@ def _positions(
     return positions.__getitem__
 
 
-def _arranged(content: Content, positions: Positions | None, bucket_bytes: int) -> Content | RearrangedContent:
+def _arranged(content: Content, positions: Permutation | None, bucket_bytes: int) -> Content | RearrangedContent:
     return content if positions is None else RearrangedContent(content, positions, bucket_bytes=bucket_bytes)
 
 
 def _of_mudata(
-    sources: Sequence[MuDataInput], select: Selection, positions: Positions | None, bucket_bytes: int
+    sources: Sequence[MuDataInput], select: Selection, positions: Permutation | None, bucket_bytes: int
 ) -> list[Part]:
     modalities = _modalities_of(sources)
     _require_known(select, [*modalities.values(), sources], sources[0])

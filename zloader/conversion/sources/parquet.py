@@ -326,7 +326,7 @@ def _require_unique(values: Sequence[Any], at: str) -> None:
 
 
 class ListRows(RowInput):
-    """The rows of files. `columns` are those of genes, values and names of cells, which None numbers; obs has the rest."""
+    """The rows of files. `columns` are those of genes, values and names of cells (None: numbers). The rest is obs."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ _BUCKET_SHARE = 0.85  # of a window: row lengths vary, and this way few buckets 
 _ROW_BYTES = 64  # memory per row, besides its values, while it is partitioned or gathered
 _BLOCK_ELEMENTS = 1 << 18  # gathered and written at a time: fits in the cache of a core
 
-Permutation = Callable[[Rows], Rows]  # maps source rows to rows of the result
+Permutation: TypeAlias = Callable[[Rows], Rows]  # maps source rows to rows of the result
 
 
 class ShuffledMatrix(SourceMatrix):
