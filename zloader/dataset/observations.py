@@ -32,7 +32,7 @@ from zloader.dataset.names import ObsNames
 from zloader.dataset.obs_columns import columns_of
 from zloader.dataset.obsm_arrays import ObsmArrays
 from zloader.dataset.opening import OpenedStores
-from zloader.dataset.paged_columns import PagedColumns
+from zloader.dataset.paged_columns import PagedColumns, kept_as
 from zloader.reading.column_rows import PagedColumn
 from zloader.selecting.columns import ObsColumn, concatenated, joined, labels_as, unalike, unfit_obs
 from zloader.selecting.groups import shares
@@ -164,14 +164,14 @@ class Observations:
 
     def _kept(self, name: str) -> ObsColumn | None:
         """A column that `_keep` has kept, or None if the cache does not have it."""
-        document = None if self._directory is None else load_object(self._directory, f"/obs/{name}")
+        document = None if self._directory is None else load_object(self._directory, kept_as(name))
         if self._directory is None or document is None:
             return None
         kept = json.loads(document)
         if kept["codes"]:
             values: NDArray[Any] | None = self._of_stores[0].whole(kept["codes"])
         else:
-            values = load_column(self._directory, f"/obs/{name}", shape=(self.n_rows,), dtype=np.dtype(kept["values"]))
+            values = load_column(self._directory, kept_as(name), shape=(self.n_rows,), dtype=np.dtype(kept["values"]))
         if values is None:
             return None
         labels = None if kept["labels"] is None else labels_as(kept["labels"], kept["dtype"])
@@ -191,7 +191,7 @@ class Observations:
             return column
         values = column.values
         if not stored:
-            kept = save_column(self._directory, f"/obs/{name}", [values], shape=values.shape, dtype=values.dtype)
+            kept = save_column(self._directory, kept_as(name), [values], shape=values.shape, dtype=values.dtype)
             if kept is None:
                 return column
             column = replace(column, values=kept)
@@ -202,7 +202,7 @@ class Observations:
             "codes": f"obs/{name}/codes" if stored else None,  # which were checked
             "values": values.dtype.str,
         }
-        save_object(self._directory, f"/obs/{name}", json.dumps(document).encode())
+        save_object(self._directory, kept_as(name), json.dumps(document).encode())
         return column
 
     def labels(self, name: str) -> pd.Index | np.dtype[Any]:

@@ -55,7 +55,7 @@ class PagedColumns:
     def obs(self, name: str, options: FetchOptions) -> PagedColumn | None:
         """An obs column whose rows are loaded with each fetch; None if it has to be read whole."""
         labels = self._labels_of(name)
-        parts = self._parts(labels.path if labels else self._columns[0].path(name), options, f"/obs/{name}")
+        parts = self._parts(labels.path if labels else self._columns[0].path(name), options, kept_as(name))
         if parts is None or labels is None:
             return None if parts is None else PagedColumn(parts=parts)
         return PagedColumn(parts=parts, recode=labels.recode, prepare=lambda: labels.joined)
@@ -68,7 +68,7 @@ class PagedColumns:
     def labels(self, name: str) -> pd.Index | np.dtype[Any] | None:
         """What `ObsColumn.labels` is for a column that is kept chunk by chunk; None for any other. Reads no rows."""
         labels = self._labels_of(name)
-        arrays = self._kept(labels.path if labels else self._columns[0].path(name), f"/obs/{name}")
+        arrays = self._kept(labels.path if labels else self._columns[0].path(name), kept_as(name))
         if arrays is None:
             return None
         return arrays[0].layout.dtype if labels is None else labels.joined
@@ -154,6 +154,11 @@ class Labels:
     @cached_property
     def _joint(self) -> tuple[pd.Index, list[NDArray[np.integer]]]:
         return joined_labels([labels.tolist() for labels in self._of_stores], ordered=False)
+
+
+def kept_as(name: str) -> str:
+    """The key in the cache of what is kept of an obs column of all stores. Versions that misread some used `/obs/`."""
+    return f"/obs-2/{name}"
 
 
 def _most_open_files() -> float:

@@ -151,7 +151,7 @@ def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most
     if node.shape is None:
         return {"shape": None}
     shape = [int(size) for size in node.shape]
-    if h5py.check_string_dtype(node.dtype) is not None and node.dtype.kind == "O":
+    if _is_text(node):
         few = not shape or math.prod(shape) <= most_inline
         inline = _strings(node, 0, shape[0] if shape else 1).hex() if few else None
         return {"shape": shape, "strings": True, "inline": inline}
@@ -174,6 +174,13 @@ def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most
     chunks = [int(size) for size in node.chunks]
     tables.append(_chunk_table(node, chunks, filters, base))
     return described | {"chunks": chunks, "table": len(tables) - 1}
+
+
+def _is_text(node: h5py.Dataset) -> bool:
+    """Whether an array holds strings. anndata reads those of a fixed length as bytes if they are a plain `array`."""
+    if h5py.check_string_dtype(node.dtype) is None:
+        return False
+    return node.dtype.kind == "O" or _attributes(node).get("encoding-type") != "array"
 
 
 def _fill_value(node: h5py.Dataset) -> str:
@@ -244,7 +251,8 @@ def _strings(node: h5py.Dataset, start: int, n_rows: int) -> bytes:
     import numcodecs
 
     try:
-        found = np.asarray(node.asstr()[start : start + n_rows] if node.shape else [node.asstr()[()]], object)
+        text = node.asstr("utf-8")  # R marks its text as ASCII, whatever it holds
+        found = np.asarray(text[start : start + n_rows] if node.shape else [text[()]], object)
     except UnicodeDecodeError as error:
         raise Refused(f"it holds text that is not UTF-8 ({error})") from error
     values = np.full(n_rows * math.prod(node.shape[1:]), "", object)

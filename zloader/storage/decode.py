@@ -49,7 +49,8 @@ class Decoder:
         self._layout = layout
         self._dtype = layout.stored_dtype or layout.dtype
         self._narrows = layout.stored_dtype is not None
-        self._unsigned = np.dtype(f"u{self._dtype.itemsize}")
+        # None for elements that the compiled loops do not move, such as complex numbers
+        self._unsigned = np.dtype(f"u{self._dtype.itemsize}") if self._dtype.itemsize in (1, 2, 4, 8) else None
         self._chunk_elements = layout.chunk_elements
         self._checked, self._differences, self._decompress = _decompressor_of(layout)
         self._few = few
@@ -90,7 +91,8 @@ class Decoder:
 
     @cached_property
     def _many_at_once(self) -> bool:
-        return self._decompress in ((_copy,) if self._narrows else (_blosc, _copy)) and decompresses_many()
+        known = (_copy,) if self._narrows else (_blosc, _copy)
+        return self._unsigned is not None and self._decompress in known and decompresses_many()
 
     def _decode_at_once(
         self, views: Sequence[Bytes], chunks: NDArray[Any], out: NDArray[Any], below: int
@@ -139,7 +141,7 @@ class Decoder:
                 raise
             raise CorruptChunkError(f"it cannot be decoded: {error}") from error
         if self._differences:
-            unsigned = whole.view(self._unsigned)
+            unsigned = whole.view(f"u{whole.itemsize}")
             accumulate(unsigned[:0], unsigned, unsigned)
 
 

@@ -159,9 +159,9 @@ class Node:
 
     @property
     def attrs(self) -> Mapping[str, Any]:
-        """All attributes."""
+        """All attributes. HDF5 may have text in them of a fixed length, which h5py returns as bytes."""
         with reading(self.at):
-            return dict(getattr(self.native, "attrs", {}))
+            return {name: _decoded(value) for name, value in getattr(self.native, "attrs", {}).items()}
 
     @property
     def is_array(self) -> bool:
@@ -235,6 +235,13 @@ class Node:
         with reading(self.at, "cannot be read by anndata", damaged), warnings.catch_warnings():
             warnings.simplefilter("ignore", ad.OldFormatWarning)  # convert writes the new format
             return ad.io.read_elem(self.native)
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    is_bytes = isinstance(value, np.ndarray) and value.dtype.kind == "S"
+    return np.char.decode(value, "utf-8", "replace") if is_bytes else value
 
 
 def require_text(path: str, names: Iterable[Any]) -> None:
