@@ -20,7 +20,7 @@ from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, MinibatchArrays, Rows, X
-from zloader.dataset.gene_statistics import Batches, StatisticsPass
+from zloader.dataset.gene_statistics import Batches, StatisticsPass, VariableGenes, batches_of
 from zloader.dataset.graphs import graph_windows
 from zloader.dataset.in_memory import as_anndata, used_categories
 from zloader.dataset.matrices import Matrices
@@ -29,7 +29,6 @@ from zloader.dataset.mudata import as_mudata
 from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
-from zloader.dataset.variable_genes import VariableGenes, batches_of
 from zloader.dataset.views import AllRows, RowSet
 from zloader.order.neighbors import GraphWindow
 from zloader.order.shuffling import Streaming, as_rows
