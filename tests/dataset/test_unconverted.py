@@ -178,7 +178,7 @@ def test_what_is_no_url_is_refused(given):
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
     "arguments",
-    [["info"], ["verify"], ["bench"], ["warm", "--cache", "cache"], ["quality", "--label", "cell_type"]],
+    [["info"], ["verify"], ["bench"], ["warm", "--cache", "cache"]],
     ids=lambda arguments: arguments[0],
 )
 def test_commands_that_open_a_store_say_so(root, tmp_path, monkeypatch, arguments):
