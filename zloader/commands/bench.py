@@ -11,16 +11,19 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
 
 from zloader.commands import terminal
-from zloader.commands.bench_run import BenchQuality, BenchRun, Prices, measure, medians, with_link
+from zloader.commands.bench_run import BenchEpoch, BenchQuality, BenchRun, Prices, figures_of, medians, run_epoch
 from zloader.commands.command import KEYS, EndedError, app, takes_flags
 from zloader.commands.flags import (
     Access,
@@ -33,12 +36,12 @@ from zloader.commands.flags import (
     Memory,
     ObsColumns,
     genes_by_of,
-    speed_of,
     words_of,
     x_of,
 )
-from zloader.common.errors import OptionError
+from zloader.common.errors import OptionError, ZloaderError
 from zloader.common.machine import available_cores
+from zloader.common.messages import size
 
 if TYPE_CHECKING:
     from zloader.common.options import FetchOptions
@@ -108,7 +111,13 @@ class BenchFlags:
     @property
     def link_bytes_per_s(self) -> int | None:
         """The stated speed of the link; None if it has to be measured."""
-        return speed_of(link_speed=self.link_speed)
+        from zloader.common.checks import parse_size, require_count
+
+        if self.link_speed is None:
+            return None
+        n_bytes = parse_size(self.link_speed.removesuffix("/s"))
+        require_count(link_speed=n_bytes)
+        return n_bytes
 
     @property
     def matrices(self) -> str | list[str]:
@@ -189,8 +198,8 @@ def bench(flags: BenchFlags) -> None:
             console.print(f"report: {flags.report.absolute()}")
 
     try:
-        measure(loader, run, console, flags.epochs)
-        run = with_link(loader, run, console)
+        _measure(loader, run, console, flags.epochs)
+        run = _with_link(loader, run, console)
     except (KeyboardInterrupt, EndedError):
         finish(dataclasses.replace(run, interrupted=True))
         raise
@@ -253,6 +262,41 @@ def _settings(flags: BenchFlags, loader: Loader) -> dict[str, Any]:
     return {**stores, **work, **opening, **budgets, **flags.sizes, **form}
 
 
+def _measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> None:
+    """Appends the epochs to `run`, the last one even if it is interrupted."""
+    measured, began = run.epochs, time.perf_counter()
+    with _live(console, run.rows, lambda: figures_of(loader.statistics())):
+        for _ in range(epochs):
+            run_epoch(loader, measured, step_s=run.step_s, began=began)
+            console.print(_line(measured[-1]))
+
+
+def _with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
+    """Measures the link, or the disk of a local store, if an epoch that was long enough to be judged read from it."""
+    from zloader.insight.link import disk_bytes_per_s, link_bytes_per_s
+
+    read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
+    if run.link_stated or not read:
+        return run
+    name, x = "disk" if run.local else "link", loader.x or "X"
+    try:
+        with console.status(f"measuring the {name}"):
+            speed = (
+                disk_bytes_per_s(loader.dataset, x=x)
+                if run.local
+                else link_bytes_per_s(loader.dataset, x=x, options=loader.options)
+            )
+    except (ZloaderError, OSError) as error:
+        console.print(f"the {name} was not measured: {error}")
+        return run
+    return dataclasses.replace(run, link_bytes_per_s=speed)
+
+
+def _line(epoch: BenchEpoch) -> str:
+    interrupted = "" if epoch.complete else ", interrupted"
+    return f"epoch {epoch.epoch}, {epoch.kind}{interrupted}: {_one_line(epoch.figures)}"
+
+
 # ---- results
 
 
@@ -267,7 +311,7 @@ def _show(console: Console, run: BenchRun, *, as_json: bool) -> None:
         columns[f"{kind}, median of {n}" if n > 1 else kind] = figures
     columns |= {f"epoch {epoch.epoch}, interrupted": epoch.figures for epoch in run.epochs if not epoch.complete}
     if columns:
-        terminal.show_figures(console, columns)
+        _show_figures(console, columns)
     for sentence in run.sentences:
         console.print(sentence)
 
@@ -291,3 +335,75 @@ def _document(run: BenchRun) -> dict[str, Any]:
         "advice": {kind: dataclasses.asdict(advice) for kind, advice in run.advice.items()},
         "sentences": run.sentences,
     }
+
+
+_count, _share, _seconds = "{:,.0f}".format, "{:.0%}".format, "{:,.2f} s".format
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{size(bytes_per_s)}/s"
+
+
+# In the order of the table. Missing figures are left out.
+_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "rows_per_s": ("rows/s", _count),
+    "elapsed_s": ("elapsed", _seconds),
+    "first_minibatch_s": ("first minibatch after", _seconds),
+    "wait_share": ("waiting", _share),
+    "gets": ("GETs", _count),
+    "spans": ("spans", _count),
+    "bytes_read": ("read from the store", size),
+    "bytes_read_per_s": ("read rate", _rate),
+    "in_flight_bytes": ("in flight now", size),
+    "most_in_flight_bytes": ("peak in flight", size),
+    "mirror_share": ("chunks from the mirror", _share),
+    "bytes_from_mirror": ("read from the mirror", size),
+    "decode_s": ("decoding, all threads", _seconds),
+    "gather_s": ("gathering, all threads", _seconds),
+    "cpu_s": ("processor, all threads", _seconds),
+    "retries": ("retries", _count),
+}
+_IN_A_LINE = ("elapsed_s", "first_minibatch_s", "wait_share", "gets", "bytes_read", "mirror_share")
+
+
+def _shown(name: str, figures: Mapping[str, float]) -> str:
+    return _FIGURES[name][1](figures[name]) if name in figures else ""
+
+
+def _one_line(figures: Mapping[str, float]) -> str:
+    """The main figures of an epoch."""
+    return f"{_count(figures['rows_per_s'])} rows/s; " + ", ".join(
+        f"{_FIGURES[name][0]} {_shown(name, figures)}" for name in _IN_A_LINE if name in figures
+    )
+
+
+def _figures_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
+    """One row per figure that any column has."""
+    table = terminal.new_table("", *(f">{name}" for name in columns))
+    for name, (label, _) in _FIGURES.items():
+        if any(name in figures for figures in columns.values()):
+            table.add_row(label, *(_shown(name, figures) for figures in columns.values()))
+    return table
+
+
+def _show_figures(console: Console, columns: Mapping[str, Mapping[str, float]]) -> None:
+    """Prints figures side by side, without those that matter only while an epoch runs."""
+    ended = {
+        column: {k: v for k, v in figures.items() if k != "in_flight_bytes"} for column, figures in columns.items()
+    }
+    console.print(_figures_table(ended))
+
+
+@contextlib.contextmanager
+def _live(console: Console, rows: int, figures: Callable[[], Mapping[str, float]]) -> Iterator[None]:
+    """While the context lasts, shows the live figures of the current epoch if the console is a terminal."""
+    if not console.is_terminal:
+        yield
+        return
+
+    def render() -> RenderableType:
+        now = figures()
+        return _figures_table({f"epoch {now['epoch']:.0f}: {now['rows']:,.0f} of {rows:,} rows": now})
+
+    with Live(console=console, get_renderable=render, refresh_per_second=8, transient=True):
+        yield

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zloader.commands import terminal
 from zloader.commands.bench_advice import SHORT_S, Advice, Pace, advise, compare
 from zloader.common.errors import ZloaderError
 from zloader.common.machine import cpu_s, disk_bytes, processor_s
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from zloader.caching.chunk_file import ChunkFile
     from zloader.common.records import Statistics
     from zloader.dataset.dataset import Dataset
@@ -275,44 +272,6 @@ def commands_of(run: BenchRun, flags: Sequence[str]) -> Mapping[str, str]:
             [*with_cache, "--step-ms", "20", *written]
         ),
     }
-
-
-# ---- measuring
-
-
-def measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> None:
-    """Appends the epochs to `run`, the last one even if it is interrupted."""
-    measured, began = run.epochs, time.perf_counter()
-    with terminal.bench_view(console, run.rows, lambda: figures_of(loader.statistics())):
-        for _ in range(epochs):
-            run_epoch(loader, measured, step_s=run.step_s, began=began)
-            console.print(_line(measured[-1]))
-
-
-def with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
-    """Measures the link, or the disk of a local store, if an epoch that was long enough to be judged read from it."""
-    from zloader.insight.link import disk_bytes_per_s, link_bytes_per_s
-
-    read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
-    if run.link_stated or not read:
-        return run
-    name, x = "disk" if run.local else "link", loader.x or "X"
-    try:
-        with console.status(f"measuring the {name}"):
-            speed = (
-                disk_bytes_per_s(loader.dataset, x=x)
-                if run.local
-                else link_bytes_per_s(loader.dataset, x=x, options=loader.options)
-            )
-    except (ZloaderError, OSError) as error:
-        console.print(f"the {name} was not measured: {error}")
-        return run
-    return dataclasses.replace(run, link_bytes_per_s=speed)
-
-
-def _line(epoch: BenchEpoch) -> str:
-    interrupted = "" if epoch.complete else ", interrupted"
-    return f"epoch {epoch.epoch}, {epoch.kind}{interrupted}: {terminal.one_line(epoch.figures)}"
 
 
 # ---- one epoch

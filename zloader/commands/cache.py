@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, EndedError, app, takes_flags
@@ -171,7 +173,7 @@ def ls(flags: CacheFlags) -> None:
     on_disk = sum(entry.allocated_bytes for entry, _ in found)
     mirrors = [_document(entry, inspection) for entry, inspection in found]
     document = {"cache": place, "allocated_bytes": on_disk, "mirrors": mirrors}
-    terminal.print_result(document, functools.partial(terminal.show_mirrors, found=found), as_json=flags.as_json)
+    terminal.print_result(document, functools.partial(_show_mirrors, found=found), as_json=flags.as_json)
 
 
 @_cache.command()
@@ -301,3 +303,29 @@ def _clear_one(entry: MirrorEntry, cleared: _Cleared) -> None:
     (cleared.deleted if dropped else cleared.in_use).append(entry)
     with contextlib.suppress(FileNotFoundError):
         cleared.stayed += [] if not dropped else sorted(entry.directory.iterdir())
+
+
+def _show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInspection]]) -> None:
+    """The mirrors of a cache with their sizes, their panels of genes, and the totals."""
+    table = terminal.new_table("mirror", ">cached", ">share", ">on disk", "last used", "")
+    table.columns[0].overflow = "fold"
+    for entry, inspection in found:
+        lines = [entry.directory.name, *_panels(inspection)]
+        mirror = Text.assemble(entry.url, *((f"\n{line}", "dim") for line in lines))
+        share = f"{inspection.share:.0%}" if inspection.bytes_in_all else ""
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
+        sizes = (size(inspection.bytes_held), share, size(entry.allocated_bytes))
+        table.add_row(mirror, *sizes, used, "stale" if entry.stale else "")
+    held_bytes, in_all = (
+        sum(getattr(inspection, name) for _, inspection in found) for name in ("bytes_held", "bytes_in_all")
+    )
+    on_disk = size(sum(entry.allocated_bytes for entry, _ in found))
+    share = f"{held_bytes / in_all:.0%}" if in_all else ""
+    table.add_row(f"mirrors: {len(found)}", size(held_bytes), share, on_disk, "", "", style="bold")
+    console.print(table)
+
+
+def _panels(inspection: MirrorInspection) -> list[str]:
+    """A line for each panel of genes, and for the rows of all genes, that a mirror keeps coded."""
+    held = {name: array for name, array in inspection.arrays.items() if name.endswith(" (rows)")}
+    return [f"{name}: {size(array.bytes_held)}, {array.share:.0%}" for name, array in held.items()]

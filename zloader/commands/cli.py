@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from zloader.commands import bench as cli_bench
 from zloader.commands import cache as cli_cache
@@ -26,10 +28,12 @@ from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, Json, LoaderSizes, Matrices, Url, x_of
 from zloader.common.errors import FormatError, OptionError
+from zloader.common.messages import size
 
 if TYPE_CHECKING:
     from zloader.dataset.dataset import Dataset
     from zloader.insight.cost import EpochCosts
+    from zloader.insight.summary import MatrixSummary, StoreSummary
 
 # Importing these modules registers their commands.
 __all__ = [
@@ -111,15 +115,15 @@ def info(flags: InfoFlags) -> None:
     epoch |= {} if converted is None else {"converted_bytes_per_value": converted}
 
     def show(console: Console) -> None:
-        terminal.show_store(console, summary)
+        _show_store(console, summary)
         if costs is None:
             console.print(f"cannot estimate an epoch: {problem}")
             return
         blocks = f"sets of {flags.set_size:,}" if flags.group else f"blocks of {sizes['block_size']:,}"
         order_of_rows = f"{blocks}, a control for each row" if flags.controls else blocks
-        terminal.show_costs(console, costs, ", ".join(flags.x or ["X"]), sizes, order_of_rows)
+        _show_costs(console, costs, ", ".join(flags.x or ["X"]), sizes, order_of_rows)
         if converted is not None and x is not None:
-            terminal.show_converted(console, x.bytes_per_value, converted)
+            _show_converted(console, x.bytes_per_value, converted)
 
     terminal.print_result(dataclasses.asdict(summary) | {"epoch": epoch}, show, as_json=flags.as_json)
     if costs is None and wanted != "X":  # the user named this matrix
@@ -163,3 +167,81 @@ def _costs(dataset: Dataset, x: str | list[str], sizes: dict[str, int], order: d
         **order,
     )
     return epoch_costs(dataset, loader.plan(0), x=x, options=loader.options)
+
+
+def _show_store(console: Console, summary: StoreSummary) -> None:
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, fact in (
+        ("store", summary.url),
+        ("rows x genes", f"{summary.rows:,} x {summary.genes:,}"),
+        ("objects", f"{summary.objects:,}, {size(summary.stored_bytes)} in all"),
+        ("other elements", ", ".join(summary.others)),
+        ("fingerprint", summary.fingerprint),
+    ):
+        if fact:
+            facts.add_row(Text(name, style="bold"), Text(fact))
+    console.print(facts)
+    obs = terminal.new_table("obs column", "kind", ">categories")
+    for column in summary.obs:
+        obs.add_row(column.name, column.kind, "" if column.categories is None else f"{column.categories:,}")
+    if summary.obs:
+        console.print(obs)
+    for matrix in summary.matrices:
+        _show_matrix(console, matrix)
+
+
+def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
+    console.print(
+        f"\n{matrix.name}: {matrix.encoding}, {matrix.rows:,} x {matrix.genes:,}, "
+        f"{matrix.values:,} values ({matrix.density:.2%})"
+        + (f", {matrix.bytes_per_value:.2f} bytes per value" if matrix.bytes_per_value else ""),
+        style="bold",
+    )
+    if matrix.problem:
+        console.print(matrix.problem)
+        return
+    table = terminal.new_table(
+        "array", "dtype", ">values per chunk", ">chunks per shard", ">shards", ">stored", ">decoded", "codecs"
+    )
+    for array in matrix.arrays:
+        narrowed = "" if array.dtype == array.original_dtype else f" (was {array.original_dtype})"
+        table.add_row(
+            array.path,
+            array.dtype + narrowed,
+            f"{array.chunk_elements:,} (~{array.rows_per_chunk:,.0f} rows)",
+            f"{array.chunks_per_shard:,}",
+            f"{array.shards:,}",
+            size(array.stored_bytes),
+            size(array.decoded_bytes),
+            array.codecs,
+        )
+    console.print(table)
+    about = "at most about" if matrix.at_most else "about"
+    stored = sum(array.stored_bytes for array in matrix.arrays)
+    forms = (f"{size(matrix.decoded_bytes)} decoded", f"{about} {size(matrix.compact_bytes)} compact")
+    console.print(f"mirror: {', '.join(forms)}, {size(stored)} as stored")
+
+
+def _show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int], order: str) -> None:
+    fetch_rows = sizes["batch_size"] * sizes["fetch_factor"]
+    console.print(
+        f"\nEpoch over {x}: minibatches of {sizes['batch_size']:,} rows, fetches of {fetch_rows:,}, {order}",
+        style="bold",
+    )
+    table = terminal.new_table("", ">GETs", ">bytes")
+    first, every = costs.first_mirrored, costs.unmirrored
+    about, at_most = ("", "") if every.exact else ("about ", "at most ")
+    table.add_row("without a mirror, every epoch", f"{about}{every.gets:,}", f"{about}{size(every.bytes_read)}")
+    table.add_row("with a mirror, the first epoch", f"{at_most}{first.gets:,}", f"{at_most}{size(first.bytes_read)}")
+    table.add_row("with a mirror, each later epoch", "0", "0 B")
+    console.print(table)
+    console.print("Excludes metadata, indptr, and the columns of obs and obsm.", style="dim")
+
+
+def _show_converted(console: Console, now: float, converted: float) -> None:
+    """How many bytes 'zloader convert' saves in an epoch without a mirror, and in the first epoch with one."""
+    less = f", {now / converted:.1f} times fewer" if now > converted else ""
+    console.print(
+        f"'zloader convert' would store X in about {converted:.2f} bytes per value instead of {now:.2f}{less}, by its "
+        "first 512 rows. Epochs that read from the store would read so much less; later epochs with a mirror are alike."
+    )

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, GenesBy, Json, Url, genes_by_of
 from zloader.common.errors import OptionError
+from zloader.common.messages import size
 
 if TYPE_CHECKING:
+    from zloader.conversion.convert import ConversionReport
     from zloader.conversion.joining.selection import Selection
+    from zloader.conversion.verify import Verification
     from zloader.conversion.writing.encode import ConvertOptions
 
 
@@ -180,7 +184,7 @@ def convert(flags: ConvertFlags) -> None:
         resume=flags.resume,
         options=flags.options,
     )
-    show = functools.partial(terminal.show_conversion, done=done)
+    show = functools.partial(_show_conversion, done=done)
     terminal.print_result(dataclasses.asdict(done), show, as_json=flags.as_json)
 
 
@@ -216,7 +220,33 @@ def verify(flags: VerifyFlags) -> None:
         storage_options=flags.access.storage_options,
         memory=flags.memory,
     )
-    show = functools.partial(terminal.show_verification, verified=verified)
+    show = functools.partial(_show_verification, verified=verified)
     terminal.print_result(dataclasses.asdict(verified) | {"ok": verified.ok}, show, as_json=flags.as_json)
     if not verified.ok:
         raise typer.Exit(1)
+
+
+def _show_conversion(console: Console, done: ConversionReport) -> None:
+    converted = f"converted {size(done.bytes_in)} to {size(done.bytes_out)} of Zarr in {done.seconds:.1f} s"
+    if done.already_complete:
+        converted = "already complete, converted from the same sources with the same options"
+    console.print(f"{done.rows:,} rows x {done.genes:,} genes, {done.values:,} values: {converted}")
+    for name, change in done.dtypes_changed.items():
+        console.print(f"  {name}: {change}, without loss")
+    for name, rows in done.rows_made_canonical.items():
+        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes summed")
+    if done.dropped:
+        console.print(f"  left out, because sources cannot be joined on it: {', '.join(done.dropped)}")
+    console.print(f"written to {done.destination}")
+
+
+def _show_verification(console: Console, verified: Verification) -> None:
+    for problem in verified.problems:
+        console.print(f"{problem.where}: {problem.what}")
+    compared = f", and every value equals {', '.join(verified.against)}" if verified.against and verified.ok else ""
+    console.print(
+        f"{verified.url}: {verified.rows:,} rows x {verified.genes:,} genes; read {verified.values:,} values in "
+        f"{verified.chunks:,} chunks of {verified.objects:,} objects ({size(verified.bytes_read)}) in "
+        f"{verified.seconds:.1f} s: "
+        + (f"no problems{compared}" if verified.ok else f"problems: {len(verified.problems)}"),
+    )

@@ -121,18 +121,6 @@ class LoaderSizes:
         return {"batch_size": batch_size, "fetch_factor": fetch_factor, "block_size": block_size}
 
 
-def speed_of(**given: str | None) -> int | None:
-    """Bytes per second from a flag such as 50MB/s; None if it is not given. Raises OptionError for what is no speed."""
-    from zloader.common.checks import parse_size, require_count
-
-    ((name, speed),) = given.items()
-    if speed is None:
-        return None
-    n_bytes = parse_size(speed.removesuffix("/s"))
-    require_count(**{name: n_bytes})
-    return n_bytes
-
-
 def genes_by_of(given: list[str] | None) -> Any:
     """The genes_by for these --genes-by flags. Raises OptionError for a file that cannot be read."""
     each = [_named_by(one) for one in given or ["none"]]
