@@ -76,6 +76,11 @@ def fill_bucket(root: Path, content: bytes) -> None:
     (root / "bucket/leak").symlink_to(root / "secret")
 
 
+def of_genes(dataset: zl.Dataset, genes: Any) -> zl.Dataset:
+    """The dataset, or some of its genes if `genes` are not None."""
+    return dataset if genes is None else dataset[:, genes]
+
+
 def dense(x: Any) -> np.ndarray:
     """The x of a minibatch, in any layout, as a dense array."""
     if isinstance(x, torch.Tensor):

@@ -82,8 +82,7 @@ def test_rows_beyond_two_to_the_31_values(large: Path, tmp_path: Path, cached: s
     wanted = [[0 if column is None else values_of(row)[column] for column in columns] for row in ROWS]
     for layout in ("csr", "dense"):
         loader = zl.Loader(
-            joined,
-            genes=panel,
+            joined[:, panel],
             layout=layout,
             sampling=zl.Streaming(indices=[0, 1, *(2 + row for row in ROWS)]),
             batch_size=len(ROWS) + 2,

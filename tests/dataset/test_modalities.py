@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import zarr
-from helpers import counts, dense
+from helpers import counts, dense, of_genes
 from typer.testing import CliRunner
 
 import zloader as zl
@@ -83,7 +83,9 @@ def check(minibatch: zl.Minibatch, mdata: Any, genes: dict[str, list[int]] | Non
     names = mdata.obs_names[minibatch.index.numpy()]
     for matrix, x in minibatch.x.items():
         values, has = rows_of(mdata, matrix, names)
-        np.testing.assert_array_equal(dense(x), values[:, (genes or {}).get(matrix, slice(None))])
+        np.testing.assert_array_equal(
+            dense(x), values[:, (genes or {}).get(f"{matrix.partition(':')[0]}:X", slice(None))]
+        )
         np.testing.assert_array_equal(minibatch.present[matrix.partition(":")[0]].numpy(), has)
     return minibatch.index.tolist()
 
@@ -105,7 +107,7 @@ def test_minibatches_are_those_of_mudata(
     dataset = zl.open_dataset(folder / name, cache=cache)
     assert (dataset.n_obs, dataset.n_vars, dataset.modalities) == (N_ROWS, 86, ["rna", "prot", "atac"])
     for genes in (None, {"prot:X": [4, 1], "rna:X": [29, 3, 7]}):
-        loader = zl.Loader(dataset, x=MATRICES, genes=genes, batch_size=16, fetch_factor=2, layout=layout)
+        loader = zl.Loader(of_genes(dataset, genes), x=MATRICES, batch_size=16, fetch_factor=2, layout=layout)
         for _ in range(2):
             seen = [row for minibatch in loader for row in check(minibatch, mdata, genes)]
             assert sorted(seen) == list(range(N_ROWS))
@@ -181,22 +183,11 @@ def test_rows_are_chosen_by_modalities(folder: Path, mdata: Any) -> None:
     np.testing.assert_allclose(statistics.mean, np.asarray(mdata.mod["rna"].X.mean(axis=0)).ravel(), rtol=1e-5)
 
 
-def test_take_gives_a_mudata(folder: Path, mdata: Any) -> None:
-    dataset = zl.open_dataset(folder / "a.h5mu")
-    taken = dataset.take([80, 3, 50, 41], layers=["rna:layers/counts"])
-    assert sorted(taken.obs_names) == sorted(mdata.obs_names[[80, 3, 50, 41]])
-    for made in (taken, dataset.to_adata()):
-        for modality, adata in made.mod.items():
-            wanted = mdata.mod[modality][adata.obs_names]
-            np.testing.assert_array_equal(
-                np.asarray(adata.to_df()), np.asarray(wanted.to_df()), err_msg=f"{modality} differs"
-            )
-            assert adata.var_names.tolist() == wanted.var_names.tolist()
-            assert adata.obs["n_counts"].tolist() == wanted.obs["n_counts"].tolist()
-        assert (made.mod["rna"].layers["counts"] != made.mod["rna"].X).nnz == 0
-        assert made.obs["batch"].astype(str).tolist() == mdata.obs.loc[made.obs_names, "batch"].astype(str).tolist()
-    with pytest.raises(OptionError, match="would occur twice: take each row once"):
-        dataset.take([3, 3])
+def test_a_modality_of_a_store_opens_by_itself(folder: Path, mdata: Any) -> None:
+    taken = zl.open_dataset(folder / "a.zarr" / "mod" / "rna").take([5, 3])
+    wanted = mdata.mod["rna"][[5, 3]]
+    np.testing.assert_array_equal(np.asarray(taken.to_df()), np.asarray(wanted.to_df()))
+    assert taken.obs_names.tolist() == wanted.obs_names.tolist()
 
 
 @pytest.mark.slow
@@ -253,10 +244,13 @@ def test_info_counts_the_reads_of_a_modality(folder: Path) -> None:
     [
         (lambda dataset: zl.Loader(dataset), "there is no matrix 'X' .* there are: rna:X, rna:layers/counts, prot:X"),
         (lambda dataset: zl.Loader(dataset, x="rma:X"), "there is no matrix 'rma:X'.*rna:X"),
-        (lambda dataset: zl.Loader(dataset, x=["rna:X", "prot:X"], genes=["gene 1"]), "each modality has genes of its"),
-        (lambda dataset: zl.Loader(dataset, x=["rna:X"], genes={"prot:X": [1]}), "the matrices are: 'rna:X'"),
-        (lambda dataset: zl.Loader(dataset, x=["rna:X"], genes={"rna:X": ["prot 1"]}), "mod/rna/var"),
-        (lambda dataset: dataset[:, ["gene 1000"]], "no modality has the gene 'gene 1000'"),
+        (lambda dataset: dataset[:, ["gene 1"]], r"choose those of each matrix, as in dataset\[:, {'rna:X': genes}\]"),
+        (lambda dataset: dataset[:, {"rma:X": [1]}], "a choice for 'rma:X', but the matrices are: rna:X.*'rna:X'"),
+        (lambda dataset: dataset[:, {"rna": [1]}], "a choice for 'rna', but the matrices are: rna:X"),
+        (lambda dataset: dataset[:, {"rna:X": ["prot 1"]}], "mod/rna/var"),
+        (lambda dataset: dataset[:, {"rna:X": [1], "rna:layers/counts": [2]}], "two choices for mod/rna/var"),
+        (lambda dataset: dataset.take([3]), r"rna, prot, atac.*zl.open_dataset\('URL/mod/rna'\)"),
+        (lambda dataset: dataset.to_adata(), "an AnnData has no modalities"),
         (lambda dataset: dataset.present("spatial"), "modality must be one of"),
         (lambda dataset: dataset.gene_statistics("rna:X"), r"lacks 20 of the 90 rows.*dataset.present\('rna'\)"),
         (lambda dataset: dataset.obs_column("rna:nothing"), "there is no obs column 'rna:nothing'"),

@@ -177,7 +177,7 @@ def test_engines_make_the_same_minibatches(dataset):
 
 def test_genes_are_chosen_and_kept_in_another_dataset(dataset, adata, tmp_path):
     genes = ["gene 7", "gene 3", "gene 29"]
-    dm = DataModule(dataset, genes=genes, batch_key="donor", label_key="type", batch_size=50)
+    dm = DataModule(dataset[:, genes], batch_key="donor", label_key="type", batch_size=50)
     assert (dm.n_vars, dm.registry["field_registries"]["X"]["state_registry"]["column_names"].tolist()) == (3, genes)
     other = adata[40:80, ::-1].copy()
     other.obs["donor"] = "d2"
@@ -197,12 +197,9 @@ def test_genes_are_chosen_and_kept_in_another_dataset(dataset, adata, tmp_path):
 
 def test_a_panel_has_the_genes_of_the_model(dataset, adata):
     genes, options = ["gene 7", "gene 3", "gene 29"], {"batch_key": "donor", "label_key": "type", "batch_size": 50}
-    panel, wanted = dataset[:, genes], DataModule(dataset, genes=genes, **options)
+    panel = dataset[:, genes]
     dm = DataModule(panel, **options)
-    assert str(dm.registry) == str(wanted.registry)
     assert (dm.n_vars, dm.training_rows.n_vars) == (3, 3)
-    for one, other in zip(dm.train_dataloader(), wanted.train_dataloader(), strict=True):
-        torch.testing.assert_close(tensors_of(dm, one), tensors_of(wanted, other), rtol=0, atol=0)
     model = SCANVI(registry=dm.registry, datamodule=dm, n_hidden=4)
     model.train(1, datamodule=dm, **QUIET)
     assert len(model.predict(dataloader=dm.inference_dataloader())) == N_ROWS
@@ -216,7 +213,7 @@ def test_a_panel_has_the_genes_of_the_model(dataset, adata):
         query = DataModule(rows, categories=known, **options)
         assert (query.n_vars, query.n_batch) == (3, dm.n_batch)
         next(iter(query.train_dataloader()))
-    assert DataModule(panel, genes=[2, 0], **options)._fields.var_names.tolist() == ["gene 29", "gene 7"]
+    assert DataModule(panel[:, [2, 0]], **options)._fields.var_names.tolist() == ["gene 29", "gene 7"]
     with pytest.raises(OptionError, match="1 of 3 genes are not in the panel of 2 genes"):
         dm.inference_dataloader(panel[:, :2])
 
@@ -489,7 +486,7 @@ def test_a_module_of_other_codes_than_the_model_is_refused(dataset):
     view = dataset.where("donor != 'd1'")
     others = {
         "made for other batches than": DataModule(view, **options),
-        "made for other genes than": DataModule(dataset, genes=["gene 3"], **options),
+        "made for other genes than": DataModule(dataset[:, ["gene 3"]], **options),
         "other categorical covariates than": DataModule(dataset, categorical_covariate_keys=["lane"], **options),
         "other continuous covariates than": DataModule(dataset, continuous_covariate_keys=["level"], **options),
     }

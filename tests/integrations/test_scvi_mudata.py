@@ -209,7 +209,7 @@ def test_it_trains_from_a_bucket_and_its_methods_see_all_rows(mdata, sim, tmp_pa
     with pytest.raises(OptionError, match="the model was set up with"):
         of_proteins(dataset, batch_key="panel").load(TOTALVI, tmp_path / "totalvi")
     with pytest.raises(OptionError, match="the model has 40 columns of rna:X, and this module others"):
-        of_proteins(dataset, batch_key="donor", genes={"rna:X": slice(5)}).load(TOTALVI, tmp_path / "totalvi")
+        of_proteins(dataset[:, {"rna:X": slice(5)}], batch_key="donor").load(TOTALVI, tmp_path / "totalvi")
 
 
 def multiome(n_rows=N_ROWS):
@@ -251,7 +251,7 @@ def test_the_priors_of_the_sample_are_near_those_of_all_rows(dataset, mdata):
 
 def test_chosen_genes_in_their_order(dataset, mdata):
     genes = {"rna:X": ["g7", "g3", "g30"], "prot:X": np.arange(13) != 4}
-    dm = of_proteins(dataset, genes=genes)
+    dm = of_proteins(dataset[:, genes])
     model = dm.model(TOTALVI, **SMALL)
     some = md.MuData({"rna": mdata["rna"][:, genes["rna:X"]].copy(), "prot": mdata["prot"][:, genes["prot:X"]].copy()})
     expected = in_memory(TOTALVI, some, {"modalities": BY_MODALITY}, **SMALL)

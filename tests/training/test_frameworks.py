@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from helpers import PATIENCE_S, check_seen_once, counts, write_store
+from helpers import PATIENCE_S, check_seen_once, counts, of_genes, write_store
 
 import zloader as zl
 from zloader.common.errors import OptionError
@@ -109,6 +109,7 @@ def assert_equal(found: Any, wanted: Any, framework: str, where: str = "") -> No
 
 def assert_as_torch(dataset, framework: str, n_epochs: int = 2, **options: Any) -> None:
     options = SIZES | {"obs": OBS, "obsm": ["place"]} | options
+    dataset = of_genes(dataset, options.pop("genes", None))
     found, wanted = zl.Loader(dataset, framework=framework, **options), zl.Loader(dataset, **options)
     assert len(found) == len(wanted)
     for _ in range(n_epochs):

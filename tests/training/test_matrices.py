@@ -95,7 +95,7 @@ def test_as_anndata_each_matrix_has_its_own_var(store):
 )
 def test_genes_are_the_same_in_every_matrix(store, genes):
     chosen = [2, 9] if len(genes) == 30 else [7, 2, 29]
-    loader = zl.Loader(zl.open_dataset(store), x=["X", "raw/X", "layers/other"], obs=["lane"], genes=genes, **SIZES)
+    loader = zl.Loader(zl.open_dataset(store)[:, genes], x=["X", "raw/X", "layers/other"], obs=["lane"], **SIZES)
     check(loader, ["X", "raw/X", "layers/other"], chosen)
 
 
@@ -106,8 +106,8 @@ def test_genes_that_raw_does_not_have_are_refused(tmp_path):
     dataset = zl.open_dataset(tmp_path / "a.zarr")
     for genes in (["gene 4", "gene 6"], [4, 6]):
         with pytest.raises(OptionError, match=r"1 of 2 genes are not in raw/var of \S+a\.zarr: 'gene 4'"):
-            zl.Loader(dataset, x=["raw/X", "X"], genes=genes)
-    minibatch = next(iter(zl.Loader(dataset, x=["raw/X", "X"], genes=["gene 6"], shuffle=False, **{"batch_size": 20})))
+            zl.Loader(dataset[:, genes], x=["raw/X", "X"])
+    minibatch = next(iter(zl.Loader(dataset[:, ["gene 6"]], x=["raw/X", "X"], shuffle=False, **{"batch_size": 20})))
     for x in minibatch.x.values():
         assert x.shape == (20, 1)
     np.testing.assert_array_equal(dense(minibatch.x["raw/X"]), adata.raw[:, ["gene 6"]].X.toarray())

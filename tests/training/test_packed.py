@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers import SMALL, assert_same, assert_same_minibatches, counts, write_store
+from helpers import SMALL, assert_same, assert_same_minibatches, counts, of_genes, write_store
 from torch.utils.data import DataLoader
 
 import zloader as zl
@@ -65,7 +65,7 @@ NO_ROWS = packed([0], torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=to
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
 def test_values_equal_those_of_other_layouts(store, tmp_path, x, genes, mirrored):
     dataset = zl.open_dataset(store, cache=tmp_path if mirrored else None)
-    options = {**SIZES, "x": x, "genes": genes, "obs": ["cell_type"]}
+    dataset, options = of_genes(dataset, genes), {**SIZES, "x": x, "obs": ["cell_type"]}
     epochs = [zl.Loader(dataset, layout=layout, **options) for layout in ("packed", "csr", "dense")]
     stored = {"X": torch.uint16, "layers/small": torch.uint8, "layers/halves": torch.float32}
     for narrow, csr, dense in zip(*epochs, strict=True):

@@ -1,4 +1,4 @@
-"""Any list of transforms equals NumPy on dense rows of all genes, in any layout, with or without `genes=`."""
+"""Any list of transforms equals NumPy on dense rows of all genes, in any layout, of all genes or of a panel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from helpers import counts, dense, write_store
+from helpers import counts, dense, of_genes, write_store
 from hypothesis import HealthCheck, given, settings
 
 import zloader as zl
@@ -88,9 +88,11 @@ def check(
     columns = np.arange(1.0, 1 + (N_GENES if genes is None else len(genes)))
     scales = {"scale": Scale(std=columns), "scale to the mean": Scale(columns / 2, columns)}
     transforms = [scales[each] if isinstance(each, str) else each for each in chosen]
-    options = {"genes": genes, "layout": layout, "x": x, "dtype": dtype}
+    options = {"layout": layout, "x": x, "dtype": dtype}
     try:
-        loader = zl.Loader(dataset, transforms=transforms, batch_size=N_ROWS, shuffle=False, seed=3, **options)
+        loader = zl.Loader(
+            of_genes(dataset, genes), transforms=transforms, batch_size=N_ROWS, shuffle=False, seed=3, **options
+        )
     except OptionError:
         assert refused(transforms, layout, dtype, genes is not None)
         return
@@ -107,7 +109,7 @@ def check(
     wanted = wanted[:, genes] if genes and last == len(transforms) - 1 else wanted
     rtol = 2e-3 if dtype == "float16" else 1e-5
     np.testing.assert_allclose(
-        dense(next(iter(loader)).x), wanted, rtol=rtol, atol=rtol, err_msg=f"{transforms} {options}"
+        dense(next(iter(loader)).x), wanted, rtol=rtol, atol=rtol, err_msg=f"{transforms} {genes} {options}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Transforms of one's own: in every layout, with genes=, in workers, resumed, and with errors."""
+"""Transforms of one's own: in every layout, of panels, in workers, resumed, and with errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import counts, dense, write_store
+from helpers import counts, dense, of_genes, write_store
 from torch.utils.data import DataLoader
 
 import zloader as zl
@@ -93,14 +93,15 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> zl.Dataset:
 def test_every_layout_and_genes(dataset, layout, genes):
     chosen = slice(None) if genes is None else genes
     names = ADATA.var_names[chosen].str.len().to_numpy()
-    for minibatch in zl.Loader(dataset, transforms=[ByLargest(), Weighted()], layout=layout, genes=genes, **SIZES):
+    dataset = of_genes(dataset, genes)
+    for minibatch in zl.Loader(dataset, transforms=[ByLargest(), Weighted()], layout=layout, **SIZES):
         wanted = (X / LARGEST)[minibatch.index][:, chosen] * names
         np.testing.assert_allclose(dense(minibatch.x), wanted, rtol=1e-6)
 
 
 def test_zeros_that_are_filled_count_in_whole_rows(dataset):
     for genes in (None, [7, 2, 11]):
-        loader = zl.Loader(dataset, transforms=[PlusOne(), Normalize(1)], layout="dense", genes=genes, **SIZES)
+        loader = zl.Loader(of_genes(dataset, genes), transforms=[PlusOne(), Normalize(1)], layout="dense", **SIZES)
         wanted = ((X + 1) / (X + 1).sum(axis=1, keepdims=True))[:, slice(None) if genes is None else genes]
         for minibatch in loader:
             np.testing.assert_allclose(minibatch.x, wanted[minibatch.index], rtol=1e-6)
@@ -150,7 +151,7 @@ def test_values_changed_in_place_may_be_returned(dataset):
 
 def test_errors_name_a_transform_by_its_class(dataset):
     with pytest.raises(OptionError, match=r"bound of Roots\(...\) must return the transform .*, not None"):
-        zl.Loader(dataset, transforms=[Roots()], genes=[1])
+        zl.Loader(dataset[:, [1]], transforms=[Roots()])
 
 
 def test_a_transform_without_apply_is_refused_at_once():

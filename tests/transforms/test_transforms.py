@@ -12,7 +12,7 @@ import scanpy
 import scipy.sparse as sp
 import sklearn.preprocessing
 import torch
-from helpers import counts, dense, write_store
+from helpers import counts, dense, of_genes, write_store
 from torch.utils.data import DataLoader
 
 import zloader as zl
@@ -48,6 +48,7 @@ def dataset(tmp_path_factory) -> zl.Dataset:
 
 def values(dataset: zl.Dataset, *transforms: zl.transforms.Transform, epoch: int = 0, **options) -> np.ndarray:
     """x of all rows, in their order."""
+    dataset = of_genes(dataset, options.pop("genes", None))
     loader = zl.Loader(dataset, transforms=transforms, **{**SIZES, **options})
     loader.set_epoch(epoch)
     rows, parts = [], []
@@ -255,14 +256,8 @@ def test_rounding_to_half_floats_comes_last(dataset):
 
 
 def test_each_matrix_may_have_its_own(dataset):
-    loader = zl.Loader(
-        dataset,
-        x=["X", "layers/dense"],
-        transforms={"layers/dense": [Clip(0, 1)]},
-        layout="dense",
-        genes=GENES,
-        **SIZES,
-    )
+    transforms = {"layers/dense": [Clip(0, 1)]}
+    loader = zl.Loader(dataset[:, GENES], x=["X", "layers/dense"], transforms=transforms, layout="dense", **SIZES)
     for minibatch in loader:
         np.testing.assert_array_equal(minibatch.x["X"], dense(ADATA.X)[minibatch.index][:, GENES])
         np.testing.assert_array_equal(minibatch.x["layers/dense"], minibatch.x["X"] > 0)
@@ -387,8 +382,9 @@ def test_options_that_cannot_be_used_are_refused(make, says):
     ids=lambda value: re.sub(r"\W+", " ", str(value))[:40],
 )
 def test_combinations_that_cannot_work_are_refused_when_the_loader_is_made(dataset, options, says):
+    dataset = of_genes(dataset, options.get("genes"))
     with pytest.raises(OptionError, match=says):
-        zl.Loader(dataset, **options)
+        zl.Loader(dataset, **{name: value for name, value in options.items() if name != "genes"})
 
 
 def test_statistics_of_other_genes_are_refused(dataset, tmp_path):
@@ -399,4 +395,4 @@ def test_statistics_of_other_genes_are_refused(dataset, tmp_path):
     says = r"lack 11 of 30 genes of X of \S+: gene 3, gene 20, gene 21 and 8 more.*Did you mean 'Gene 3'"
     with pytest.raises(OptionError, match=says):
         zl.Loader(dataset, transforms=[Scale(std=statistics)])
-    zl.Loader(dataset, transforms=[Scale(std=statistics)], genes=["gene 7", "gene 1"])
+    zl.Loader(dataset[:, ["gene 7", "gene 1"]], transforms=[Scale(std=statistics)])

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from helpers import write_store
+from helpers import of_genes, write_store
 from packaging.version import Version
 
 import zloader as zl
@@ -96,7 +96,8 @@ def check(
     if options.get("batch_key") == "number" and flavor != "seurat_v3":
         adata.obs["number"] = adata.obs["number"].astype("category")  # scanpy takes numbers for seurat_v3 only
     wanted = table_of_scanpy(adata, flavor, **options)
-    found = dataset.highly_variable_genes(flavor=flavor, x=MATRIX[flavor], genes=genes, **options, progress=False)
+    dataset = of_genes(dataset, genes)
+    found = dataset.highly_variable_genes(flavor=flavor, x=MATRIX[flavor], **options, progress=False)
     assert found["highly_variable"].sum() > 0
     if ROUNDS_BATCHES and flavor == "seurat_v3" and "batch_key" in options:
         assert list(found) == list(wanted)
@@ -159,13 +160,8 @@ def pancreas(tmp_path_factory) -> zl.Dataset:
 def test_it_equals_what_scanpy_found(pancreas, case):
     log = [] if case["flavor"] == "seurat_v3" else [LogNormalize(1e4)]
     genes = pancreas.gene_statistics(progress=False).nonzero >= case["min_cells"]
-    found = pancreas.highly_variable_genes(
-        case["n_top_genes"],
-        flavor=case["flavor"],
-        batch_key=case["batch_key"],
-        transforms=log,
-        genes=genes,
-        progress=False,
+    found = pancreas[:, genes].highly_variable_genes(
+        case["n_top_genes"], flavor=case["flavor"], batch_key=case["batch_key"], transforms=log, progress=False
     )
     assert found.index[found["highly_variable"]].tolist() == case["chosen"]
     some = found.loc[case["genes"]]
@@ -282,8 +278,9 @@ def odd(tmp_path_factory) -> zl.Dataset:
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
 def test_it_refuses_what_has_no_answer(odd, options, message):
+    odd = of_genes(odd, options.get("genes"))
     with pytest.raises(zl.ZloaderError, match=message):
-        odd.highly_variable_genes(**options, progress=False)
+        odd.highly_variable_genes(**{name: value for name, value in options.items() if name != "genes"}, progress=False)
 
 
 def test_it_refuses_a_single_row_and_names_the_extra(odd, monkeypatch):

@@ -223,8 +223,8 @@ class Dataset(Table):
 
         - `rows`: a slice, a mask, or a list of row numbers or obs names, in ascending order.
         - `genes`: a gene name, a list of names or positions in any order, a mask such as a boolean column of `var`, or
-          a slice. The view has these genes in this order: a panel. With modalities, names such as `"rna:CD3E"`, or a
-          mapping such as `{"rna": ["CD3E"]}`, which leaves all genes to the modalities that it does not name.
+          a slice. The view has these genes in this order: a panel. A mapping has those of single matrices, such as
+          `{"rna:X": ["CD3E"]}` of a modality or `{"raw/X": ["CD3E"]}`; the others keep theirs.
 
         >>> import zloader as zl
         >>> dataset = zl.open_dataset("atlas.zarr")
@@ -234,8 +234,9 @@ class Dataset(Table):
         >>> next(iter(zl.Loader(panel, batch_size=64))).x.shape
         torch.Size([64, 2])
 
-        A Loader of a panel is one with `genes=`: transforms see all genes, and the order of the rows is that of the
-        dataset. `raw/X` of a panel has the genes of the same names.
+        Transforms of a Loader see all genes, and the order of the rows is that of the dataset. Layers have the genes of
+        X, and `raw/X` has those of the same names, unless a mapping gives it others. Genes of modalities leave `var`,
+        `var_names` and `n_vars` as they are.
 
         Raises OptionError for rows in another order and for a single row: use `take`, or a Loader, which reads many
         rows at once. Raises it for unknown, repeated and ambiguous genes, and for none.

@@ -315,7 +315,7 @@ class VariableGenes:
 
     @property
     def _names(self) -> pd.Index:
-        return self.rows.matrices.gene_names(self.x, self.genes)
+        return self.rows.matrices.gene_names(self.x)[self._at]
 
     @property
     def _at(self) -> Any:

@@ -23,12 +23,11 @@ from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError
-from zloader.common.messages import suggestion
+from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.in_memory import used_categories
-from zloader.dataset.modal_genes import genes_of_modalities, var_of_panel
 from zloader.dataset.modalities import frame_of, modality_of, obs_of
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
@@ -38,19 +37,19 @@ from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.recipe import Recipe
 from zloader.reading.rehearsal import FEW, rehearse
 from zloader.selecting.gene_names import GeneJoin
-from zloader.selecting.genes import ChosenGenes, Genes, GenesOf, choose_genes
+from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
 from zloader.storage.decode import decodes_in_numpy
 from zloader.storage.layout import MatrixLayout
 from zloader.transforms.transform import Columns, Transform, bound_transforms
 
-Panel: TypeAlias = Mapping[str, ChosenGenes]  # by frame: "var", or that of each modality; no genes of those in none
+Panel: TypeAlias = Mapping[str, ChosenGenes]  # by frame, such as "var", or that of a modality
 
 
 class Matrices:
     """X, raw/X and the layers over the rows of all stores, one store after another.
 
-    `panel` are the genes of var that they have, by frame; None for all. raw/X then has the genes of these names. Of a
-    modality, it has none if there are none in its frame, and all if it lacks the frame.
+    `panel` are the genes that they have, by frame; None for all. raw/X has the genes of the names that var has, unless
+    the panel has its own. A panel of modalities leaves var of the whole as it is.
     """
 
     def __init__(self, opened: OpenedStores, rule: GeneJoin) -> None:
@@ -68,44 +67,51 @@ class Matrices:
         made.panel, made._panels = panel, dict(panel or {})
         return made
 
-    def with_genes(self, genes: GenesOf) -> Matrices:
+    def with_genes(self, genes: Genes | Mapping[str, Genes]) -> Matrices:
         """The same matrices with the genes that `genes` selects among those of var, in this order.
 
-        Of several modalities, `genes` has names such as `rna:CD3E`, or the genes of each by its name.
-        Raises OptionError. Whatever asks for raw/X raises it later, if raw lacks one of them.
+        A mapping has the genes of matrices by name, such as `rna:X`. All others keep theirs.
+        Raises OptionError. Whatever asks for raw/X raises it later, if raw lacks one of the genes of X.
         """
-        if not self.modalities:
+        if not isinstance(genes, Mapping):
+            if self.modalities:
+                raise OptionError(
+                    f"{listed(self.modalities)} have genes of their own: choose those of each matrix, as in "
+                    f"dataset[:, {{'{self.modalities[0]}:X': genes}}]"
+                )
             return self.with_panel({"var": self._choose(genes, "var")})
-        panel = dict(self.panel or {})
-        for modality, chosen in genes_of_modalities(genes, self._names_of_modalities()).items():
-            frame = frame_of(f"{modality}:X")
-            panel[frame] = ChosenGenes.none(self._length(frame)) if chosen is None else self._choose(chosen, frame)
+        panel, frames = dict(self.panel or {}), [frame_of(name) for name in genes]
+        for name, frame in zip(genes, frames, strict=True):
+            if name not in self.names:
+                raise OptionError(
+                    f"genes has a choice for {name!r:.100}, but the matrices are: {listed(self.names)}"
+                    f"{suggestion(name, self.names)}"
+                )
+            if frames.count(frame) > 1:
+                raise OptionError(f"genes has two choices for {frame}, whose genes X and its layers share: give one")
+            panel[frame] = self._choose(genes[name], frame)
         return self.with_panel(panel)
-
-    def _names_of_modalities(self) -> dict[str, pd.Index]:
-        return {each: self.gene_names(f"{each}:X") for each in self.modalities}
 
     @property
     def of_all_genes(self) -> Matrices:
         """The same matrices without a panel."""
         return self if self.panel is None else self.with_panel(None)
 
+    def chosen(self, x: str) -> ChosenGenes | None:
+        """The genes of a matrix that the panel has; None for all. Raises OptionError if raw lacks one of them."""
+        return self._panel_of(frame_of(x))
+
     def _panel_of(self, frame: str) -> ChosenGenes | None:
-        """The genes of the panel in a frame such as `"var"` or `"raw/var"`. Raises OptionError if it has none there."""
         var = frame.removesuffix("raw/var") + "var" if frame.endswith("raw/var") else frame
-        chosen = None if self.panel is None else self.panel.get(var)
-        if chosen is None:
-            return None
-        if not len(chosen):
-            raise OptionError(f"the view has no genes of {frame}: choose some in dataset[:, genes]")
-        if frame not in self._panels:
-            self._panels[frame] = self.of_all_genes._choose(self.axis(var).names[chosen.positions], frame)
-        return self._panels[frame]
+        if frame not in self._panels and var in self._panels:
+            names = self.axis(var).names[self._panels[var].positions]
+            self._panels[frame] = self.of_all_genes._choose(names, frame)
+        return self._panels.get(frame)
 
     @property
     def n_panel(self) -> int | None:
-        """The number of genes of the panel; None without one."""
-        return None if self.panel is None else self._length("var")
+        """The number of genes of var that the panel has; None for all."""
+        return len(self.panel["var"]) if self.panel is not None and "var" in self.panel else None
 
     @property
     def names(self) -> list[str]:
@@ -125,22 +131,19 @@ class Matrices:
         return self._length(frame_of(x))
 
     def _length(self, frame: str) -> int:
+        if (panel := self._panel_of(frame)) is not None:
+            return len(panel)
         if frame == "var" and self.modalities:
-            return sum(self._length(frame_of(f"{each}:X")) for each in self.modalities)
-        if self.panel is not None and (var := frame.replace("raw/var", "var")) in self.panel:
-            return len(self.panel[var])
+            return sum(self.of_all_genes._length(frame_of(f"{each}:X")) for each in self.modalities)
         if not self.rule.as_stored:
             return len(self.axis(frame).names)
         return self._stores[0].n_vars if frame == "var" else self._stores[0].length(frame)
 
     @property
     def modalities(self) -> list[str]:
-        """The modalities that every store has, and of which the panel has genes; none in an AnnData."""
+        """The modalities that every store has; none in an AnnData."""
         first, *others = (store.modalities for store in self._stores)
-        lacking = [] if self.panel is None else [frame for frame, chosen in self.panel.items() if not len(chosen)]
-        return [
-            name for name in first if all(name in names for names in others) and frame_of(f"{name}:X") not in lacking
-        ]
+        return [name for name in first if all(name in names for names in others)]
 
     def present(self, modalities: Iterable[str | None]) -> dict[str, NDArray[np.bool_]]:
         """For each of some modalities, which rows of the dataset it has. None stands for the whole."""
@@ -153,20 +156,13 @@ class Matrices:
         frames = [frame_of(f"{each}:X") for each in self.modalities] or ["var"]
         return next((lost for frame in frames if (lost := self.axis(frame).lost)), "")
 
-    def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
-        """The var frame of a matrix: one row per column of the matrix, or per chosen gene.
+    def var_of(self, x: str) -> pd.DataFrame:
+        """The var frame of a matrix: one row per column of the matrix.
 
         Of several stores, the columns that are the same in all of them; with the genes as stored, those of the first.
         Categories that none of the chosen genes has are left out, as in a subset of an AnnData.
         """
-        frame = frame_of(x)
-        if frame == "var" and self.modalities and self.panel is not None:
-            if len(self._stores) > 1:  # whose columns may differ
-                return pd.DataFrame(index=self.gene_names(x))
-            return var_of_panel(
-                self._stores[0], {each: self._panel_of(frame_of(f"{each}:X")) for each in self.modalities}
-            )
-        genes = self._panel_of(frame) if genes is None else genes
+        frame, genes = frame_of(x), self.chosen(x)
         if frame not in self._vars:
             if self.rule.as_stored:
                 self._vars[frame] = self._stores[0].element(frame)
@@ -174,67 +170,24 @@ class Matrices:
                 self._vars[frame] = merged_var(self._stores, frame, self.rule, self.axis(frame).names)
         return self._vars[frame] if genes is None else used_categories(self._vars[frame].iloc[genes.positions])
 
-    def gene_names(self, x: str, genes: ChosenGenes | None = None) -> pd.Index:
-        """The names of the columns of a matrix, or of the chosen genes."""
-        frame = frame_of(x)
-        if frame == "var" and self.modalities and self.panel is not None:
-            return pd.Index(np.concatenate([names.to_numpy(object) for names in self._names_of_modalities().values()]))
-        names, genes = self.axis(frame).names, self._panel_of(frame) if genes is None else genes
+    def gene_names(self, x: str) -> pd.Index:
+        """The names of the columns of a matrix."""
+        names, genes = self.axis(frame_of(x)).names, self.chosen(x)
         return names if genes is None else names[genes.positions]
 
-    def columns_of(self, x: str, genes: ChosenGenes | None = None) -> Columns:
-        """The genes that are the columns of a matrix, or those chosen, as transforms take them."""
-        return Columns(
-            n_genes=self.n_genes(x) if genes is None else len(genes),
-            find_names=lambda: self.gene_names(x, genes),
-            where=f"{x} of {self._opened.url}",
-        )
-
-    def transforming(
-        self,
-        x: str,
-        transforms: Sequence[Transform],
-        genes: ChosenGenes | None = None,
-        *,
-        dense: bool,
-        dtype: str,
-    ) -> Transforming:
+    def transforming(self, x: str, transforms: Sequence[Transform], *, dense: bool, dtype: str) -> Transforming:
         """How a Recipe makes x with transforms, with seed 0 and in epoch 0.
 
         If it has `genes`, the Recipe takes the parts of x with all genes. Raises OptionError for transforms that cannot
         be combined with each other, or with the other options.
         """
-        columns, computing = self.columns_of(x, genes), computing_dtype(dtype)
+        columns = Columns(
+            n_genes=self.n_genes(x), find_names=lambda: self.gene_names(x), where=f"{x} of {self._opened.url}"
+        )
+        genes, computing = self.chosen(x), computing_dtype(dtype)
         bound = bound_transforms(transforms, columns, dense=dense, dtype=computing, chosen=genes is not None)
         later = genes if any(transform.whole_rows for transform in bound) else None
         return Transforming(transforms=bound, seed=0, epoch=0, dense=dense, dtype=dtype, genes=later)
-
-    def choose_genes(self, genes: GenesOf | None, names: Sequence[str]) -> dict[str, ChosenGenes]:
-        """The columns that `genes` (names, positions, a mask or a slice) selects in each of the matrices `names`.
-
-        With None, those of the panel, and no entries without one. If raw/X is one of several matrices, genes are chosen
-        in var, and raw/var must have genes of these names. A mapping has the genes of each matrix, or of some of them.
-        Raises OptionError.
-        """
-        frames = {name: frame_of(name) for name in names}
-        if isinstance(genes, Mapping):
-            for name in genes:
-                if name not in frames:
-                    raise OptionError(
-                        f"genes has a choice for {name!r:.100}, but the matrices are: "
-                        f"{', '.join(map(repr, names))}{suggestion(name, names)}"
-                    )
-            return {name: self._choose(each, frames[name]) for name, each in genes.items()}
-        if genes is None:
-            panels = {name: self._panel_of(frame) for name, frame in frames.items()}
-            return {name: panel for name, panel in panels.items() if panel is not None}
-        if len({modality_of(name) for name in names}) > 1:
-            raise OptionError(f"each modality has genes of its own: give genes={{{names[0]!r}: [...]}}")
-        first, *others = sorted(set(frames.values()), key=lambda frame: frame.endswith("raw/var"))
-        chosen = {first: self._choose(genes, first)}
-        for frame in others:
-            chosen[frame] = self._choose(self.axis(first).names[chosen[first].positions], frame)
-        return {name: chosen[frame] for name, frame in frames.items()}
 
     def _choose(self, genes: Genes, frame: str) -> ChosenGenes:
         panel, n_genes = self._panel_of(frame), self._length(frame)
@@ -266,7 +219,7 @@ class Matrices:
 
         It can if there are few values, if their genes are the columns, and if they come in their usual forms.
         """
-        of_stores = [of_store for x in names for of_store in self._of_stores(x, None)]
+        of_stores = [of_store for x in names for of_store in self._of_stores(x)]
         n_values = sum(layout.n_rows + layout.values.n_elements for _, layout, _ in of_stores)
         return n_values <= FEW and all(
             genes is None
@@ -277,17 +230,15 @@ class Matrices:
 
     def rehearse(self, x: str, form: Form) -> None:
         """Loads the compiled loops that make `form` of the matrix `x` with all genes, as the first store has it."""
-        store, layout, genes = self._of_stores(x, None)[0]
+        store, layout, genes = self._of_stores(x)[0]
         directory = store.mirror_directory
         if genes is None and (directory is None or directory.form != "compact"):
             begun = directory is not None and has_array(directory, layout.values.path)
             rehearse(layout, form, decoding=not begun)
 
-    def parts(self, x: str, options: FetchOptions, genes: ChosenGenes | None = None) -> list[MatrixPart]:
-        """Each store's part of the matrix `x`, as a Recipe takes it, with its columns or those chosen of the axis."""
-        return concurrently(
-            lambda of_store: of_store[0].part(of_store[1], options, of_store[2]), self._of_stores(x, genes)
-        )
+    def parts(self, x: str, options: FetchOptions) -> list[MatrixPart]:
+        """Each store's part of the matrix `x`, as a Recipe takes it."""
+        return concurrently(lambda of_store: of_store[0].part(of_store[1], options, of_store[2]), self._of_stores(x))
 
     def parts_for(
         self, x: str, options: FetchOptions, transforming: Transforming
@@ -298,10 +249,10 @@ class Matrices:
         transforms need no more.
         """
         if transforming.needs_only_totals and self._has_totals_of_stores(x):
-            parts = self.parts(x, options, transforming.genes)
+            parts = self.parts(x, options)
             if all(part.has_totals(transforming.gathering_dtype) for part in parts):
                 return parts, replace(transforming, genes=None, by_totals=True)
-        return self.parts(x, options), transforming
+        return self.of_all_genes.parts(x, options), transforming
 
     def _has_totals_of_stores(self, x: str) -> bool:
         """Whether a row of a matrix has the total that it has in its store, to the last bit.
@@ -315,17 +266,15 @@ class Matrices:
         whole = all(genes is None or genes.takes_all for genes in self.axis(frame_of(x)).chosen(None))
         return whole and all(dtype.kind in "iu" and dtype.itemsize <= 4 for dtype in dtypes)
 
-    def _of_stores(
-        self, x: str, genes: ChosenGenes | None
-    ) -> list[tuple[OpenedStore, MatrixLayout, ChosenGenes | None]]:
+    def _of_stores(self, x: str) -> list[tuple[OpenedStore, MatrixLayout, ChosenGenes | None]]:
         """The stores, each with its layout of a matrix and the columns that it has of it."""
-        genes = self._panel_of(frame_of(x)) if genes is None else genes
+        genes = self.chosen(x)
         chosen = [genes] * len(self._stores) if self.rule.as_stored else self.axis(frame_of(x)).chosen(genes)
         return list(zip(self._stores, self.layouts(x), chosen, strict=True))
 
-    def mirrors(self, x: str, genes: ChosenGenes | None = None) -> list[Mirror | None]:
+    def mirrors(self, x: str) -> list[Mirror | None]:
         """The mirror of each store's part of the matrix `x`; None without a usable cache."""
-        return concurrently(lambda of_store: of_store[0].mirror(*of_store[1:]), self._of_stores(x, genes))
+        return concurrently(lambda of_store: of_store[0].mirror(*of_store[1:]), self._of_stores(x))
 
     def cache_statistics(self, x: str) -> CacheStatistics:
         """How much of a matrix is in the cache now. Raises OptionError without a usable cache."""

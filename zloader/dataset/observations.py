@@ -100,13 +100,6 @@ class Observations:
             name for name in self._stores[0].obs_columns if all(name in store.obs_columns for store in self._stores)
         ]
 
-    def columns_of(self, modality: str | None) -> dict[str, str]:
-        """The obs columns of a modality, each with its name there; with None, those of the whole."""
-        found = {name: self._stores[0].modality_of_column(name) for name in self.column_names}
-        if modality is None:
-            return {name: name for name, of in found.items() if of is None}
-        return {name: of[1] for name, of in found.items() if of is not None and of[0] == modality}
-
     @cached_property
     def _ends(self) -> Rows:
         """The row at which each store ends."""

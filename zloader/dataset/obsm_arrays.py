@@ -48,11 +48,6 @@ class ObsmArrays:
         """The modality that an entry belongs to; None for one of the whole."""
         return self._stores[0].modality_at(self._path(name))
 
-    def of_modality(self, modality: str | None) -> dict[str, str]:
-        """The usable arrays of a modality, or of the whole, each with its name there."""
-        names = [name for name in self.usable if self.modality_of(name) == modality]
-        return {name: name if modality is None else name.removeprefix(f"{modality}:") for name in names}
-
     def _path(self, name: str) -> str:
         return self._stores[0].obsm_paths[name]
 

@@ -18,6 +18,7 @@ from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
+from zloader.common.messages import listed
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, MinibatchArrays, Rows, X
 from zloader.dataset.gene_statistics import Batches, StatisticsPass, VariableGenes, batches_of
@@ -25,7 +26,6 @@ from zloader.dataset.graphs import graph_windows
 from zloader.dataset.in_memory import as_anndata, used_categories
 from zloader.dataset.matrices import Matrices
 from zloader.dataset.modalities import modality_of
-from zloader.dataset.mudata import as_mudata
 from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
@@ -33,7 +33,6 @@ from zloader.dataset.views import AllRows, RowSet
 from zloader.order.neighbors import GraphWindow
 from zloader.order.shuffling import Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
-from zloader.selecting.genes import Genes
 from zloader.selecting.rows import RowChoice, positions_of
 from zloader.transforms.statistics import GeneStatistics
 from zloader.transforms.transform import Transform
@@ -214,29 +213,27 @@ class Table:
 
         - `rows`: a row number, a list of them in any order and with repeats, a slice, a mask over all rows, or obs
           names. Negative row numbers count from the end.
-        - `layers`: names of layers, as in `["spliced"]`, or `["rna:layers/counts"]` of a modality.
-
-        A dataset with modalities gives a MuData, which has each row once, and first those of its first modality. This
-        needs the extra `mudata`.
+        - `layers`: names of layers, as in `["spliced"]`.
 
         Categories of obs that none of these rows has are left out, as in a subset of an AnnData. All are kept if all
         rows of the whole dataset are taken.
 
-        Raises OptionError for a row that does not exist, and for rows that would take more than half of the machine's
-        memory; FormatError if X or a layer cannot be read, and any ReadError.
+        Raises OptionError for a row that does not exist, for rows that would take more than half of the machine's
+        memory, and for a dataset with modalities; FormatError if X or a layer cannot be read, and any ReadError.
         """
-        chosen = self._rows_of_whole(positions_of(rows, self.n_obs, lambda: self.obs_names))
         if self.modalities:
-            paths, x = names_of(layers=layers), [f"{each}:X" for each in self.modalities]
-        else:
-            paths, x = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)], ["X"]
-        paths = [*paths, *(name for name in x if name in self.matrix_names)]
+            raise OptionError(
+                f"an AnnData has no modalities, and {self.url} has {listed(self.modalities)}: read them in minibatches "
+                f"with a zl.Loader, or open one of a Zarr store by itself, as in zl.open_dataset('URL/mod/"
+                f"{self.modalities[0]}')"
+            )
+        chosen = self._rows_of_whole(positions_of(rows, self.n_obs, lambda: self.obs_names))
+        paths = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)]
+        paths += [name for name in ("X",) if name in self.matrix_names]
         per_row = NAME_BYTES + self.observations.arrays.row_bytes() + sum(map(self.matrices.row_bytes, paths))
         require_memory(
             int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData ({self.url})", "take fewer, or use a Loader"
         )
-        if self.modalities:
-            return as_mudata(self.matrices, self.observations, chosen, paths)
         matrices = {path: self.matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
         obs = self.observations.frame_of(chosen)
         if len(np.unique(chosen)) < self.observations.n_rows:
@@ -272,7 +269,7 @@ class Table:
         Raises OptionError, before anything is read, if they would take more than half of the machine's memory, and the
         errors of `take`.
         """
-        all_layers = [name for name in self.matrix_names if "layers/" in name]
+        all_layers = [name for name in self.matrix_names if name.startswith("layers/")]
         return self.take(slice(None), layers=all_layers if layers is None else layers)
 
     def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
@@ -308,7 +305,6 @@ class Table:
         self,
         x: str = "X",
         *,
-        genes: Genes | None = None,
         transforms: Sequence[Transform] = (),
         options: FetchOptions | None = None,
         progress: bool = True,
@@ -322,7 +318,6 @@ class Table:
         (1000, (50,))
 
         - `x`: the matrix, `"X"`, `"layers/NAME"` or `"raw/X"`.
-        - `genes`: the genes to return, as a Loader takes them.
         - `transforms`: applied before, as by a Loader with seed 0 in epoch 0; those that keep zeros zero. They see all
           genes, also those that a panel `dataset[:, genes]` lacks.
         - `options`: the options of a Loader for reading.
@@ -331,7 +326,7 @@ class Table:
         Sums are in float64. The cache keeps the result for these rows, this matrix and these transforms. Raises the
         errors of a Loader with the same arguments.
         """
-        chosen = self.matrices.choose_genes(genes, [x]).get(x)
+        chosen = self.matrices.chosen(x)
         found = self._pass(x, None, options, progress).statistics(x, transforms)
         return found if chosen is None else found.at(chosen.positions)
 
@@ -342,7 +337,6 @@ class Table:
         flavor: str = Choosing.flavor,
         batch_key: str | None = None,
         x: str = "X",
-        genes: Genes | None = None,
         transforms: Sequence[Transform] = (),
         span: float = Choosing.span,
         n_bins: int = Choosing.n_bins,
@@ -355,11 +349,13 @@ class Table:
     ) -> pd.DataFrame:
         """The table of `scanpy.pp.highly_variable_genes(inplace=False)`, with a row per gene, without x in memory.
 
+        Of a panel, the genes are chosen among its own, and the table has no others.
+
         >>> import zloader as zl
         >>> dataset = zl.open_dataset("atlas.zarr")
         >>> log = zl.transforms.LogNormalize(1e4)
         >>> table = dataset.highly_variable_genes(10, flavor="seurat", transforms=[log], batch_key="donor")
-        >>> loader = zl.Loader(dataset, genes=table["highly_variable"], transforms=[log])
+        >>> loader = zl.Loader(dataset[:, table["highly_variable"]], transforms=[log])
         >>> next(iter(loader)).x.shape[1]
         10
 
@@ -370,7 +366,6 @@ class Table:
         - `batch_key`: an obs column. Genes are chosen in the rows of each of its values, and the choices are merged.
         - `x`, `transforms`, `options` and `progress`: as in `gene_statistics`. Without transforms, x is taken as it is,
           so give LogNormalize if it has counts and the flavor takes logarithms.
-        - `genes`: the genes among which to choose, as a Loader takes them. The table has no others.
         - `span`: the share of the genes in each local regression of `"seurat_v3"`.
         - `n_bins`: the number of bins of `"seurat"`, in which genes of similar means are compared.
         - `min_mean`, `max_mean`, `min_disp`, `max_disp`: limits of the mean and of the scaled dispersion, exclusive.
@@ -389,7 +384,7 @@ class Table:
             min_disp=min_disp,
             max_disp=max_disp,
         )
-        chosen = self.matrices.choose_genes(genes, [x]).get(x)
+        chosen = self.matrices.chosen(x)
         rows = self._pass(x, batch_key, options, progress)
         found = VariableGenes(rows=rows, x=x, transforms=transforms, genes=chosen, stores=self.stores)
         return found.table(choosing)

@@ -43,8 +43,7 @@ from zloader.integrations.scvi_registry import (
     require_own,
     warn_unless_counts,
 )
-from zloader.integrations.scvi_rows import TrainingRows
-from zloader.selecting.genes import Genes
+from zloader.integrations.scvi_rows import TrainingRows, with_genes
 from zloader.training.minibatch import Minibatch
 
 __all__ = ["DataModule", "MuDataModule"]
@@ -82,7 +81,6 @@ class DataModule(Described, TrainingRows):
             `dataset`. Default: `dataset`.
         model_name: `"SCANVI"` raises an error at once if scANVI could not be trained. Default: `"SCVI"`.
         x: the matrix of counts, `"X"`, `"layers/NAME"` or `"raw/X"`.
-        genes: the genes of the model and their order, as a Loader takes them. Default: all of `dataset`.
         train_size: the share or the number of rows to train on.
         validation_size: the share or the number of rows for validation. Default: all that are left.
         split_by: an obs column, such as the donor, whose labels go to training or validation as a whole.
@@ -111,7 +109,6 @@ class DataModule(Described, TrainingRows):
     categories: Dataset | None = None
     model_name: str = "SCVI"
     x: str = "X"
-    genes: Genes | None = None
     train_size: float = 0.9
     validation_size: float | None = None
     split_by: str | None = None
@@ -161,8 +158,8 @@ class DataModule(Described, TrainingRows):
 
     def _read_fields(self) -> Fields:
         known = self._known
-        self._matrices = self.dataset.matrices if known is self.dataset.whole else known.matrices  # with the genes
-        self._matrices.layouts(self.x)
+        matrices = self.dataset.matrices if known is self.dataset.whole else known.matrices  # with the genes
+        matrices.layouts(self.x)
         categorical = names_of(categorical_covariate_keys=self.categorical_covariate_keys or [])
         continuous = names_of(continuous_covariate_keys=self.continuous_covariate_keys or [])
         if len(categorical) > 1:
@@ -172,10 +169,9 @@ class DataModule(Described, TrainingRows):
                 f"instead of {', '.join(categorical)}, or load no such model",
             )
         require_finite(self.dataset, continuous)
-        genes = self._matrices.choose_genes(self.genes, [self.x]).get(self.x)
         return Fields(
             n_obs=self.dataset.n_obs,
-            var_names=self._matrices.var_of(self.x, genes).index,
+            var_names=matrices.var_of(self.x).index,
             x=self.x,
             batch=encoding_of(known, self.batch_key),
             labels=labels_of(self.dataset, self.label_key, self.unlabeled_category, known),
@@ -271,15 +267,8 @@ class DataModule(Described, TrainingRows):
         size = self.batch_size if batch_size is None else batch_size
         return self._inference(rows, self._encoder_of(rows), where, size)
 
-    def _read(self, rows: Dataset) -> dict[str, Any]:
-        return {"x": self.x, "genes": self._genes_in(rows)}
-
-    def _genes_in(self, dataset: Dataset) -> Genes | None:
-        """The genes of the model as a Loader of a dataset takes them."""
-        if dataset.matrices is self._matrices:
-            return self.genes
-        names = self._fields.var_names
-        return None if dataset.matrices.var_of(self.x).index.equals(names) else names.tolist()
+    def _read(self, rows: Dataset) -> tuple[Dataset, str]:
+        return with_genes(rows, {self.x: self._fields.var_names}), self.x
 
     def set_batch_size(self, batch_size: int | None = None) -> None:
         """Takes the `batch_size` of `model.train`; scvi-tools 1.5 calls it, with None for its default."""

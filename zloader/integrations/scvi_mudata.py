@@ -26,10 +26,9 @@ from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
 from zloader.integrations.scvi_encoding import Encoding, LookUp, MinibatchEncoder, Tensors, encoding_of, require_finite
 from zloader.integrations.scvi_registry import ALONE, InferenceBatches, TrainingBatches, warn_unless_counts
-from zloader.integrations.scvi_rows import TrainingRows
+from zloader.integrations.scvi_rows import TrainingRows, with_genes
 from zloader.integrations.scvi_sample import Contents, Sample, rows_with_proteins, sampled_rows
 from zloader.integrations.scvi_setup import KEYS, Setup
-from zloader.selecting.genes import Genes
 from zloader.training.minibatch import Minibatch
 
 _INDICES = REGISTRY_KEYS.INDICES_KEY
@@ -87,10 +86,10 @@ class MuDataModule(TrainingRows):
     for all rows of `dataset`, in order. Its `adata` is a sample of the rows, from which it was built.
 
     Args:
-        dataset: a Dataset with modalities, or a View of one. TOTALVI needs rows that have all of them.
+        dataset: a Dataset with modalities, or a View of one. TOTALVI needs rows that have all of them. The model has
+            the genes of a view such as `dataset[:, {"rna:X": genes}]`.
         rna, proteins, atac: the matrices of counts, such as `"rna:X"` or `"prot:layers/counts"`. TOTALVI needs rna and
             proteins. MULTIVI takes any of the three, and zeros in the rows that a modality lacks.
-        genes: the columns of each matrix, as a Loader takes them: `{"rna:X": [...]}`. Default: all.
         batch_key: the obs column of batches, such as `"donor"` or `"rna:donor"`. Every row needs a value. Default: one
             batch.
         panel_key: for TOTALVI, the obs column of the panels with which proteins were measured. Default: the batches.
@@ -111,7 +110,6 @@ class MuDataModule(TrainingRows):
     rna: str | None = "rna:X"
     proteins: str | None = None
     atac: str | None = None
-    genes: Mapping[str, Genes] | None = None
     batch_key: str | None = None
     panel_key: str | None = None
     size_factor_key: str | Sequence[str] | None = None
@@ -133,8 +131,7 @@ class MuDataModule(TrainingRows):
         layers = {"rna_layer": self.rna, "atac_layer": self.atac, "protein_layer": self.proteins}
         self._setup = Setup.of(self.dataset, layers, vars(self))
         matrices = self.dataset.matrices
-        chosen = matrices.choose_genes(self.genes, self._setup.matrices)
-        genes = {name: matrices.gene_names(name, chosen.get(name)) for name in self._setup.matrices}
+        genes = {name: matrices.gene_names(name) for name in self._setup.matrices}
         self._contents = Contents(genes=genes, columns=self._setup.places)
         require_finite(self.dataset, [*self._setup.size_factors, *self._setup.continuous])
         labelled = [None, self.batch_key, self.panel_key, *self._setup.categorical]
@@ -192,9 +189,7 @@ class MuDataModule(TrainingRows):
         each = [self._codes[self.batch_key], batches]
         rows = sampled_rows(self.dataset, self.sample_rows, each, self.seed)
         if self.proteins is not None and len(rows) < self.dataset.n_obs:
-            chosen = {name: genes for name, genes in (self.genes or {}).items() if name == self.proteins}
-            reading = {"x": [self.proteins], "genes": chosen or None}
-            rows = np.union1d(rows, rows_with_proteins(self.dataset, reading, batches, rows))
+            rows = np.union1d(rows, rows_with_proteins(self.dataset, self.proteins, batches, rows))
         return self._contents.of(self.dataset.where(rows), self._codes)
 
     def _attached(self, make: Callable[[Sample], Any], model_class: Any) -> Any:
@@ -268,11 +263,8 @@ class MuDataModule(TrainingRows):
         """The tensors of a minibatch, made where it is."""
         return self._encoder(batch) if isinstance(batch, Minibatch) else batch
 
-    def _read(self, rows: Dataset) -> dict[str, Any]:
-        chosen: Any = self.genes
-        if rows.matrices is not self.dataset.matrices:  # another dataset, whose genes are found by name
-            chosen = {name: genes.tolist() for name, genes in self._contents.genes.items()}
-        return {"x": self._setup.matrices, "genes": chosen}
+    def _read(self, rows: Dataset) -> tuple[Dataset, list[str]]:
+        return with_genes(rows, self._contents.genes), self._setup.matrices
 
     def _encoder_for(self, model: Any, rows: Dataset) -> _Encoder:
         """The encoder of the minibatches of some rows, with the codes of a model."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pandas as pd
 import torch
 from lightning.pytorch import LightningDataModule
 
@@ -55,8 +56,8 @@ class TrainingRows(LightningDataModule):
         self._restored: Mapping[str, Any] | None = None
         self.data_loader_kwargs: dict[str, Any] = {}  # scvi's logger for MLflow reads it
 
-    def _read(self, rows: Dataset) -> dict[str, Any]:
-        """What a Loader of some rows reads: its options x and genes."""
+    def _read(self, rows: Dataset) -> tuple[Dataset, str | list[str]]:
+        """What a Loader of some rows reads: these rows with the genes of the model, and the option x."""
         raise NotImplementedError
 
     @property
@@ -91,7 +92,8 @@ class TrainingRows(LightningDataModule):
             "device": device if device is not None and device.type in _DEVICES else None,
         }
         options = made | rank_of(self.trainer) | options
-        return Loader(rows, obs=encoder.columns, seed=self.seed, **self._read(rows), **options)
+        read, x = self._read(rows)
+        return Loader(read, x=x, obs=encoder.columns, seed=self.seed, **options)
 
     def _in_order(self, rows: Dataset, device: torch.device | None, encoder: Encoder, **more: Any) -> Loader:
         options = {name: value for name, value in self.loader_options.items() if name not in _TRAINING_ONLY}
@@ -174,3 +176,9 @@ class TrainingRows(LightningDataModule):
                 f"model.train(train_size={train_size!r}, validation_size={validation_size!r}) cannot split the rows of "
                 f"a data module: give the sizes to {type(self).__name__}(...)"
             )
+
+
+def with_genes(rows: Dataset, genes: Mapping[str, pd.Index]) -> Dataset:
+    """The rows with the genes of these names in each matrix."""
+    others = {x: list(names) for x, names in genes.items() if list(rows.matrices.gene_names(x)) != list(names)}
+    return rows[:, others] if others else rows

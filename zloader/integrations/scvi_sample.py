@@ -18,12 +18,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.machine import require_memory
-from zloader.common.records import CsrArrays, X
+from zloader.common.records import CsrArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.in_memory import as_scipy
 from zloader.integrations.scvi_encoding import Encoding
 from zloader.integrations.scvi_registry import ALONE
+from zloader.integrations.scvi_rows import with_genes
 from zloader.training.loader import Loader
 
 _OF_EACH_BATCH = 100  # rows, to which TOTALVI fits its prior of the protein background
@@ -52,14 +53,16 @@ class Contents:
 
         Raises OptionError for a gene that is not there, and for rows that do not fit in memory.
         """
-        per_row = 2 * sum(map(rows.matrices.row_bytes, self.genes))
+        read = with_genes(rows, self.genes)
+        per_row = 2 * sum(map(read.matrices.row_bytes, self.genes))
         require_memory(int(per_row * rows.n_obs), f"{rows.n_obs} rows as a MuData ({rows.url})", "take fewer")
         adata = load_anndata()
         names = pd.Index(adata.utils.make_index_unique(pd.Index(rows.obs_names)))
         parts: dict[str, Any] = {}
         for matrix, genes in self.genes.items():
             modality, path = matrix.split(":", 1)
-            x = _x(rows, matrix, genes)
+            x = read.read_rows(np.arange(rows.n_obs), x=matrix)
+            x = as_scipy(x) if isinstance(x, CsrArrays) else x
             layers = {} if path == "X" else {path.removeprefix("layers/"): x}
             parts[modality] = adata.AnnData(
                 x if path == "X" else None,
@@ -75,14 +78,6 @@ class Contents:
             values = obs[column].array if column not in encodings else _categorical(obs[column], encodings[column])
             (made if owner is None else made.mod[owner]).obs[name] = values
         return made
-
-
-def _x(rows: Dataset, matrix: str, genes: pd.Index) -> Any:
-    x: X = rows.read_rows(np.arange(rows.n_obs), x=matrix)
-    whole = as_scipy(x) if isinstance(x, CsrArrays) else x
-    if rows.matrices.gene_names(matrix).equals(genes):
-        return whole
-    return whole[:, rows.matrices.choose_genes(genes.tolist(), [matrix])[matrix].positions]
 
 
 def _categorical(column: pd.Series, encoding: Encoding) -> pd.Categorical:
@@ -102,13 +97,10 @@ def sampled_rows(dataset: Dataset, n_rows: int, batches: Iterable[Encoding], see
 
 
 def rows_with_proteins(
-    dataset: Dataset, reading: Mapping[str, Any], batches: Encoding, sample: NDArray[np.intp]
+    dataset: Dataset, proteins: str, batches: Encoding, sample: NDArray[np.intp]
 ) -> NDArray[np.intp]:
-    """Further rows, so that each protein that a batch has is in a row of the sample of that batch.
-
-    `reading` are the options of a Loader that reads the proteins alone.
-    """
-    options: dict[str, Any] = {**reading, **ALONE, "shuffle": False, "layout": "dense", "batch_size": 4096}
+    """Further rows, so that each protein that a batch has is in a row of the sample of that batch."""
+    options: dict[str, Any] = {"x": [proteins], **ALONE, "shuffle": False, "layout": "dense", "batch_size": 4096}
     found: NDArray[np.bool_] | None = None
     further: list[int] = []
     codes = batches.codes_of_rows(dataset)

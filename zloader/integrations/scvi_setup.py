@@ -141,7 +141,7 @@ class Setup:
             if list(known) != list(genes[name]):
                 raise OptionError(
                     f"the model has {len(known)} columns of {name}, and this module others, or in another order: give "
-                    "it those of the training, as in genes={...}"
+                    "it those of the training, as in dataset[:, {...}]"
                 )
 
     def require_all_modalities(self) -> None:

@@ -18,8 +18,7 @@ from zloader.common.records import Rows
 from zloader.selecting.rows import range_of
 
 Genes: TypeAlias = "Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series | slice"
-GenesOf: TypeAlias = "Genes | Mapping[str, Genes]"  # of all matrices, or of each by its name
-GeneChoice: TypeAlias = "GenesOf | int | str"  # as an index, where one gene needs no list
+GeneChoice: TypeAlias = "Genes | Mapping[str, Genes] | int | str"  # as an index, where one gene needs no list
 _SHOWN = 3  # genes named in a message
 
 
@@ -32,11 +31,6 @@ class ChosenGenes:
 
     positions: Rows
     n_stored: int
-
-    @classmethod
-    def none(cls, n_stored: int) -> ChosenGenes:
-        """No gene."""
-        return cls(positions=np.empty(0, np.int64), n_stored=n_stored)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -87,13 +81,13 @@ def choose_genes(genes: Genes, *, n_stored: int, names: Callable[[], pd.Index], 
     else:
         raise OptionError(f"genes must be names, positions or a mask of booleans, not {given.dtype}: {_first(given)}")
     if not len(positions):
-        raise OptionError("genes selects no gene: choose at least one, or leave genes out for all")
+        raise OptionError("genes selects no gene: choose at least one")
     return ChosenGenes(positions=np.asarray(positions, np.int64), n_stored=n_stored)
 
 
 def _as_index(genes: Genes) -> pd.Index:
     if isinstance(genes, str):
-        raise OptionError(f"genes must be a list of genes: write genes=[{genes!r}]")
+        raise OptionError(f"genes must be a list of genes: write [{genes!r}]")
     if isinstance(genes, Set):
         raise OptionError(
             "genes must be a list, because it orders the columns of x, and a set has no order: write sorted(...)"

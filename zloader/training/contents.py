@@ -25,7 +25,6 @@ from zloader.order.sampling import Sampling
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.reading.rehearsal import EPOCHS_IN_NUMPY, IN_NUMPY
-from zloader.selecting.genes import ChosenGenes, GenesOf
 from zloader.training.chosen_framework import framework_of
 from zloader.training.frameworks import Framework
 from zloader.training.minibatch import Making, Minibatch, usable_dtype
@@ -142,7 +141,6 @@ class XParts:
     """
 
     x: str | Sequence[str] | None
-    genes: GenesOf | None
     tokens: Tokenizer | None
     transforms: Transforms
 
@@ -156,15 +154,8 @@ class XParts:
 
     def require_x(self, layout: str) -> None:
         """Raises OptionError if there is no matrix that other options need."""
-        if (self.x is None and layout == "anndata") or (self.genes is not None and not self.loaded):
-            option = "genes" if self.genes is not None else "layout='anndata'"
-            raise OptionError(f"{option} needs an x, but x is None: name a matrix, such as x='X'")
-
-    def chosen(self, dataset: Dataset) -> dict[str, ChosenGenes]:
-        """The genes of each matrix; none with all genes. Raises an error for matrices that cannot be read."""
-        for name in self.loaded:
-            dataset.matrices.layouts(name)
-        return dataset.matrices.choose_genes(self.genes, self.loaded)
+        if self.x is None and layout == "anndata":
+            raise OptionError("layout='anndata' needs an x, but x is None: name a matrix, such as x='X'")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -185,11 +176,14 @@ class Contents:
         _import_before_fork(self.form.layout)
         self.form.framework.prepare()
         self.rows.require_in(self.dataset)
-        self._genes = self.x.chosen(self.dataset)
-        self.tokenizer = bound_tokenizer(self.x.tokens, self.dataset, self._genes, self.form.layout)
+        matrices = self.dataset.matrices
+        for name in self.x.loaded:
+            matrices.layouts(name)  # raises for a matrix that cannot be read
+            matrices.chosen(name)
+        self.tokenizer = bound_tokenizer(self.x.tokens, self.dataset, self.form.layout)
         dense, dtype = self.form.layout == "dense", self.form.dtype or "float32"
         self._transforming = {
-            name: self.dataset.matrices.transforming(name, each, self._genes.get(name), dense=dense, dtype=dtype)
+            name: matrices.transforming(name, each, dense=dense, dtype=dtype)
             for name, each in transforms_of(self.x.transforms, self.x.names).items()
         }
         if self.form.device is not None and self.own:
@@ -204,17 +198,18 @@ class Contents:
 
         A small dataset does without, as long as nothing is asked for but its rows in an order that needs no loops.
         """
-        usual = set(self.x.names) - self._genes.keys() - self._transforming.keys()
+        matrices = self.dataset.matrices
+        usual = {name for name in self.x.names if name not in self._transforming and matrices.chosen(name) is None}
         self._few = (
             companions is None
             and isinstance(sampling, IN_NUMPY)
             and 0 < len(usual) == len(self.x.loaded)
-            and self.dataset.matrices.are_few(usual)
+            and matrices.are_few(usual)
         )
         if not self._few:
             load_compiler()
         for name in usual:
-            self.dataset.matrices.rehearse(name, self.form.gathered(None))
+            matrices.rehearse(name, self.form.gathered(None))
 
     def _require_tokens_apart(self) -> None:
         """Raises OptionError if tokens would be lost, or made of genes that were not chosen."""
@@ -226,14 +221,14 @@ class Contents:
         transforming = self._transforming.get(tokens.x)
         if transforming is not None and transforming.genes is not None:
             raise OptionError(
-                f"transforms of {tokens.x!r} need all genes, and tokens of it only those of genes= or of the panel: "
-                "take all genes, or make the tokens in a loader with x=None"
+                f"transforms of {tokens.x!r} need all genes, and tokens of it only those of the panel: take all genes, "
+                "or make the tokens in a loader with x=None"
             )
 
     def converter(self) -> Convert:
         """Makes arrays of the framework of the arrays of a minibatch, without sets and companions."""
         framed = self.x.names if self.form.layout == "anndata" else []
-        var = {name: self.dataset.matrices.var_of(name, self._genes.get(name)) for name in framed}
+        var = {name: self.dataset.matrices.var_of(name) for name in framed}
         return Making(
             dataset=self.dataset,
             x=self.x.x,
@@ -262,11 +257,11 @@ class Contents:
             name: replace(each, seed=int(seed), epoch=epoch, empty=form.empty)
             for name, each in self._transforming.items()
         }
-        x, matrices = {}, self.dataset.matrices.of_all_genes
+        x, matrices = {}, self.dataset.matrices
         for name in self.x.loaded:
-            genes, transforming = self._genes.get(name), transforms.get(name)
+            transforming = transforms.get(name)
             if transforming is None or transforming.genes is None:
-                x[name] = matrices.parts(name, options, genes)
+                x[name] = matrices.parts(name, options)
             else:
                 x[name], transforms[name] = matrices.parts_for(name, options, transforming)
         return Recipe(

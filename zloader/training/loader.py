@@ -31,7 +31,6 @@ from zloader.order.shuffling import sampling_of
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.resources import BufferPool, Counters
-from zloader.selecting.genes import GenesOf
 from zloader.training.contents import Contents, RowParts, XForm, XParts
 from zloader.training.engine_epochs import EngineEpochs
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
@@ -82,7 +81,7 @@ class Loader(_Dataset):
     are dropped per epoch.
 
     Args:
-        dataset: a Dataset, or a View of some of its rows or genes.
+        dataset: a Dataset, or a View of some of its rows or genes: `dataset[:, genes]` chooses the columns of x.
         batch_size: rows per minibatch.
         fetch_factor: the most minibatches per fetch. A higher factor shuffles better and takes more memory.
         sampling: the order of the rows, as an object or by name. Default: `"block_shuffling"`, that is BlockShuffling
@@ -99,10 +98,7 @@ class Loader(_Dataset):
         obs: names of the obs columns to load. `labels` says what their numbers mean.
         obsm: names of the obsm arrays to load, such as `"X_pca"`, or `"rna:X_pca"` of a modality.
         obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
-        genes: the columns of x and their order, as names or positions, a mask over all genes, or a slice. Default: all
-            genes of the dataset, or of the panel `dataset[:, genes]`. They apply to every matrix. If `"raw/X"` is one
-            of several, it must have genes of the same names. A mapping has the genes of each matrix, by its name.
-        tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens` of the genes chosen.
+        tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens`.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"packed"` (PackedRows,
             in the stored dtypes, or float32 with transforms), `"scipy"` (CSR matrix) or `"anndata"`.
         dtype: the dtype of x: `"float16"`, `"bfloat16"`, `"float32"` (the default), `"float64"`, `"int32"` or
@@ -151,7 +147,6 @@ class Loader(_Dataset):
     obs: Sequence[str] = ()
     obsm: Sequence[str] = ()
     obs_names: bool = False
-    genes: GenesOf | None = field(default=None, repr=False)  # there may be thousands
     tokens: Tokenizer | None = None
     layout: Literal["csr", "dense", "packed", "scipy", "anndata"] = "csr"
     dtype: Dtype | None = None
@@ -181,7 +176,7 @@ class Loader(_Dataset):
         own = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
         form = XForm.of(self.framework, self.layout, self.dtype, self.device)
         rows = RowParts(obs=self.obs, obsm=self.obsm, obs_names=self.obs_names)
-        x = XParts(x=self.x, genes=self.genes, tokens=self.tokens, transforms=self.transforms)
+        x = XParts(x=self.x, tokens=self.tokens, transforms=self.transforms)
         self._contents = Contents(dataset=self.dataset, form=form, rows=rows, x=x, own=own)
         self.x, self.obs, self.obsm, self.dtype, self.device = x.x, rows.obs, rows.obsm, form.dtype, form.device
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)

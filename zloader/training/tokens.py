@@ -16,7 +16,6 @@ from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.messages import listed, suggestion
 from zloader.common.records import TokenArrays
 from zloader.dataset.dataset import Dataset
-from zloader.selecting.genes import ChosenGenes
 from zloader.tokenizers.geneformer import Geneformer
 from zloader.tokenizers.scgpt import ScGPT
 from zloader.tokenizers.tokenizer import BoundTokenizer
@@ -84,10 +83,8 @@ class Tokens:
         return self.each(lambda tensor: tensor.pin_memory())
 
 
-def bound_tokenizer(
-    tokens: Tokenizer | None, dataset: Dataset, chosen: Mapping[str, ChosenGenes], layout: str
-) -> BoundTokenizer | None:
-    """The tokenizer `tokens`, if there is one, for the genes of a dataset or those chosen of its matrices.
+def bound_tokenizer(tokens: Tokenizer | None, dataset: Dataset, layout: str) -> BoundTokenizer | None:
+    """The tokenizer `tokens`, if there is one, for the genes of a dataset.
 
     Raises OptionError or MissingColumnError if they do not fit together.
     """
@@ -95,11 +92,11 @@ def bound_tokenizer(
         return None
     if layout == "anndata":
         raise OptionError("layout='anndata' has no place for tokens: take tokens= with another layout, or x=None")
-    by, genes = tokens.genes_by, chosen.get(tokens.x)
+    by = tokens.genes_by
     if by is None:
-        names = pd.Series(dataset.matrices.gene_names(tokens.x, genes))
+        names = pd.Series(dataset.matrices.gene_names(tokens.x))
     else:
-        var = dataset.matrices.var_of(tokens.x, genes)
+        var = dataset.matrices.var_of(tokens.x)
         if by not in var.columns:
             raise MissingColumnError(
                 f"var of {dataset.url} has no column {by!r} to name genes by; it has: "
@@ -111,7 +108,7 @@ def bound_tokenizer(
             names=[None if missing else str(name) for name, missing in zip(names, names.isna(), strict=True)],
             where=f"{tokens.x} of {dataset.url}",
             named_by="var_names" if by is None else f"var[{by!r}]",
-            other_names=lambda: _text_columns(dataset.matrices.var_of(tokens.x, genes)),
+            other_names=lambda: _text_columns(dataset.matrices.var_of(tokens.x)),
         )
     )
     if isinstance(tokens, Geneformer) and tokens.n_counts is not None:
