@@ -191,6 +191,8 @@ def measured(store: str, mirror: str, cores: int, name: str, turns: int, seconds
     dataset = zl.open_dataset(store, cache=mirror)
     column, case = dataset.obs_columns[0], cases(dataset.n_vars)[name]
     options = {"batch_size": case.batch_size, "obs": [column], **case.options}
+    if "genes" in options:
+        dataset = dataset[:, options.pop("genes")]
     loaders = {side: zl.Loader(dataset, processes=each, **options) for side, each in (("loader", 0), ("engine", 1))}
     step = case.step(len(dataset.categories(column)))
     kept = next(iter(loaders["loader"]))

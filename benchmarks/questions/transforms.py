@@ -68,7 +68,10 @@ def epoch(loader: zl.Loader) -> dict[str, float]:
 
 def turns(dataset: zl.Dataset, made: Mapping[str, Any], epochs: int) -> dict[str, list[dict[str, float]]]:
     """The figures of every loader's epochs, in turns."""
-    loaders = {name: zl.Loader(dataset, **options) for name, (_, options) in made.items()}
+    loaders = {
+        name: zl.Loader(dataset[:, options.pop("genes", slice(None))], **options)
+        for name, options in ((name, dict(options)) for name, (_, options) in made.items())
+    }
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in loaders}
     for number in range(epochs + 1):
         for name, loader in loaders.items():

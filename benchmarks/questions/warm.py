@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import json
 import os
 import statistics
@@ -198,14 +197,6 @@ def verdicts(name: str, runs: Mapping[str, Sequence[Figures]]) -> list[Figures]:
     return found
 
 
-def supported(names: Sequence[str]) -> list[str]:
-    """The shapes that this version of zloader supports. Prints the ones it does not."""
-    if "genes" in names and "genes" not in inspect.signature(zl.Loader).parameters:
-        print("genes: skipped, because zl.Loader has no option genes", file=sys.stderr)
-        return [name for name in names if name != "genes"]
-    return list(names)
-
-
 def main() -> None:
     """Measures, prints a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -221,7 +212,6 @@ def main() -> None:
     names = options.shapes.split(",")
     if unknown := set(names) - SHAPES.keys():
         parser.error(f"unknown shapes: {', '.join(unknown)}")
-    names = supported(names)
     rows, column = rows_and_column(options.store)
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         bench = Bench(

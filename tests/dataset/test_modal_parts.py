@@ -18,7 +18,7 @@ import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.dataset import paged_columns
 
-mudata = pytest.importorskip("mudata", reason='mudata is not installed: pip install "zloader[mudata]"')
+mudata = pytest.importorskip("mudata", reason="mudata is not installed: pip install mudata")
 ROWS = {"rna": np.arange(70), "prot": 20 + np.random.default_rng(0).permutation(60), "atac": np.arange(3, 80, 11)}
 GENES = {"rna": ["CD3E", "CD4", "CD8A", "MS4A1"], "prot": ["CD4", "CD19"], "atac": ["chr1:1-9", "chr2:5-7", "rna:CD8A"]}
 

@@ -26,7 +26,7 @@ from zloader.dataset.modalities import frame_of, obs_of, path_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    mudata = pytest.importorskip("mudata", reason='mudata is not installed: pip install "zloader[mudata]"')
+    mudata = pytest.importorskip("mudata", reason="mudata is not installed: pip install mudata")
 
 N_ROWS, MATRICES = 90, ["rna:X", "prot:X", "atac:X"]
 

@@ -7,8 +7,8 @@ torch.float32
 They apply in the order of the list, to every layout alike, and their result depends on nothing but the values, the
 seed, the epoch and the row.
 
-Normalize, LogNormalize and Downsample look at whole rows. They see all genes of the dataset, and a Loader's `genes`
-chooses the columns of x afterwards, as one normalises with scanpy before one takes a subset of the genes.
+Normalize, LogNormalize and Downsample look at whole rows. They see all genes of the dataset, and those of a panel
+`dataset[:, genes]` become the columns of x afterwards, as one normalises with scanpy before one takes a subset of them.
 """
 
 from __future__ import annotations

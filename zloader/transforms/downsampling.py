@@ -104,7 +104,7 @@ class Downsample(Transform):
 
     The draws depend on the loader's seed, the epoch, the row of the whole dataset, and the place of the transform in
     its list. They do not depend on batch_size, order, ranks, workers, layout or the chosen genes. Each epoch draws
-    anew. Counts are drawn from all genes of the dataset, also if the loader has `genes`.
+    anew. Counts are drawn from all genes of the dataset, also those that a panel lacks.
 
     A fraction, NaN or a negative value raises OptionError in the training loop.
     """

@@ -107,10 +107,10 @@ class Transform(ABC):
     True
 
     The attributes say which transforms, layouts and dtypes it can be combined with. A subclass sets those that differ
-    as class attributes or properties. Wrong ones give wrong values, so compare a dense and a CSR layout, with and
-    without `genes`.
+    as class attributes or properties. Wrong ones give wrong values, so compare a dense and a CSR layout, of all
+    genes and of a panel.
 
-    - `whole_rows`: it looks at other values of the row, so that it must see all genes, also if the loader has `genes`.
+    - `whole_rows`: it looks at other values of the row, so that it must see all genes, also those that a panel lacks.
     - `row_totals`: of the genes that x lacks it needs only `x.totals`.
     - `by_gene`: it has a value for each column of x.
     - `needs_counts`: it takes whole numbers of at least 0 only.

@@ -204,7 +204,7 @@ def _bins(means: pd.Series, choosing: Choosing) -> pd.Series:
     if len(np.unique(edges)) < len(edges):
         raise OptionError(
             "flavor='cell_ranger' puts genes into 20 bins by their means, but too many means are the same: choose "
-            "among genes that more rows have, as in genes=dataset.gene_statistics().nonzero >= 10, or with --min-cells"
+            "among genes that more rows have, as in dataset[:, dataset.gene_statistics().nonzero >= 10]"
         )
     return pd.cut(means, edges).cat.rename_categories(str)
 
