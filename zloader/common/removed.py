@@ -26,8 +26,6 @@ _ADVICE = {
     "zloader.ray.cache": _PART,
     "zloader.ray.keepers": _PART,
     "Loader(genes=)": "give the Loader a view: zl.Loader(dataset[:, genes])",
-    "Dataset.gene_statistics(genes=)": "take those of a view: dataset[:, genes].gene_statistics(...)",
-    "Dataset.highly_variable_genes(genes=)": "choose among those of a view: dataset[:, genes].highly_variable_genes(...)",
     "Loader(fetch_transform=)": "batch_transform is a function of your own that gets each minibatch",
     "Loader(obs_names=)": "dataset.obs_names[minibatch.index] are the names of its rows",
     "Loader(remainder=)": "drop_last=True drops a minibatch that is not full",
