@@ -360,7 +360,7 @@ def _exponentials(base: float | None) -> Summing:
         if np.isinf(powers).any():
             raise OptionError(
                 f"flavor='seurat' takes logarithms, and {values.max():g} is none, because its exponential overflows: "
-                "for counts, give transforms=[zl.transforms.LogNormalize(1e4)], or --log-normalize 1e4"
+                "for counts, give transforms=[zl.transforms.LogNormalize(1e4)]"
             )
         return Moments.of(replace(x, values=powers))
 
