@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse
+import zarr
 
 import zloader as zl
-from zloader.common.errors import OptionError
+from zloader.common.errors import FormatError, OptionError
 
 TEXT = {"length 1": list("BTB"), "length 6": ["CD4", "CD8α", "CD4"], "length 64": ["é" * 32, "T cell", "T cell"]}
 
@@ -169,3 +170,150 @@ def test_a_column_of_complex_numbers_is_no_tensor_and_does_not_stop_the_others(t
         assert len(list(zl.Loader(dataset, obs=["n"], batch_size=3))) == 1
     assert ad.read_zarr(tmp_path / "converted.zarr").obs["c"].tolist() == adata.obs["c"].tolist()
     assert zl.verify(tmp_path / "converted.zarr", against=path, progress=False).problems == ()
+
+
+def age(frame: Any) -> None:
+    """Makes a frame of an HDF5 file or a Zarr v2 store one of anndata 0.7, whose categories lie apart."""
+    in_zarr = isinstance(frame, zarr.Group)
+    frame.attrs["encoding-version"] = "0.1.0"
+    for name in [*frame.attrs["column-order"], frame.attrs["_index"]]:
+        if not isinstance(frame[name], h5py.Dataset | zarr.Array):
+            categorical = frame[name]
+            ordered, found = bool(categorical.attrs["ordered"]), ad.io.read_elem(categorical)
+            del frame[name]
+            labels = frame.require_group("__categories")
+            ad.io.write_elem(labels, name, found.categories.to_numpy(object))
+            ad.io.write_elem(frame, name, found.codes)
+            labels[name].attrs["ordered"] = ordered
+            frame[name].attrs["categories"] = f"__categories/{name}" if in_zarr else labels[name].ref
+        for part in ("encoding-type", "encoding-version"):
+            del frame[name].attrs[part]
+
+
+def frames_of(root: Any) -> list[Any]:
+    frames = [root[path] for path in ("obs", "var", "raw/var") if path in root]
+    return frames + [frame for name in root.get("mod", {}) for frame in frames_of(root["mod"][name])]
+
+
+def written_old(adata: Any, path: Path) -> Path:
+    if path.suffix == ".zarr":
+        write_zarr(adata, path)
+        root = zarr.open_group(path, mode="r+", use_consolidated=False)
+        (path / ".zmetadata").unlink(missing_ok=True)
+        for frame in frames_of(root):
+            age(frame)
+    else:
+        adata.write(path)
+        with h5py.File(path, "r+") as file:
+            for frame in frames_of(file):
+                age(frame)
+    return path
+
+
+def read_anndata(path: Path) -> ad.AnnData:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ad.OldFormatWarning)
+        return ad.read_zarr(path) if path.suffix == ".zarr" else ad.read_h5ad(path)
+
+
+def labelled(labels: list[Any], first: int = 0) -> ad.AnnData:
+    n = len(labels)
+    stages = pd.Categorical(["late", None, "early", "late"][:n], ["early", "middle", "late"], ordered=True)
+    obs = pd.DataFrame(
+        {"label": pd.Categorical(labels), "stage": stages, "n": np.arange(n), "text": [f"t{i % 2}" for i in range(n)]},
+        index=[f"c{first + i}" for i in range(n)],
+    )
+    obs["text"] = obs["text"].astype("category")
+    var = pd.DataFrame({"kind": pd.Categorical(["x", "y", "x"]), "symbol": pd.Categorical(list("pqr"))}, list("abc"))
+    x = scipy.sparse.csr_matrix(np.arange(first + 1, first + 1 + 3 * n, dtype=np.float32).reshape(n, 3))
+    adata = ad.AnnData(x, obs=obs, var=var)
+    adata.raw = adata
+    return adata
+
+
+@pytest.mark.parametrize("suffix", [".h5ad", ".zarr"])
+def test_frames_of_anndata_0_7(tmp_path: Path, suffix: str) -> None:
+    paths = [
+        written_old(labelled(["B", "T", None, "B"]), tmp_path / f"one{suffix}"),
+        written_old(labelled(["NK", "T", "T", "NK"], 4), tmp_path / f"two{suffix}"),
+    ]
+    of_paths = [read_anndata(path) for path in paths]
+    for path, wanted in zip(paths, of_paths, strict=True):
+        dataset = zl.open_dataset(path)
+        assert_reads_as(dataset, wanted)
+        assert dataset.categories("label").tolist() == wanted.obs["label"].cat.categories.tolist()
+        assert dataset.obs(["stage"])["stage"].dtype == wanted.obs["stage"].dtype
+        pd.testing.assert_frame_equal(dataset.matrices.var_of("raw/X"), wanted.raw.var, check_index_type=False)
+        assert zl.open_dataset(path, genes_by="symbol").var_names.tolist() == list("pqr")
+        zl.convert(path, tmp_path / "converted.zarr", overwrite=True, progress=False)
+        assert_reads_as(zl.open_dataset(tmp_path / "converted.zarr"), wanted)
+        assert zl.verify(tmp_path / "converted.zarr", against=path, progress=False).problems == ()
+        if suffix == ".h5ad":
+            assert zl.verify(path, against=path, progress=False).problems == ()
+    joined = ad.concat(of_paths)
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        both = zl.open_dataset(paths, cache=cache)
+        assert both.shape == joined.shape
+        assert plain(both.obs()["label"]) == plain(joined.obs["label"])
+        (minibatch,) = zl.Loader(both, x=None, obs=["label"], shuffle=False, batch_size=8)
+        assert minibatch.obs["label"].tolist() == [0, 1, -1, 0, 2, 1, 1, 2]
+        assert both.categories("label").tolist() == ["B", "T", "NK"]
+        assert both.where("label == 'T'").n_obs == 3
+    new = tmp_path / "new.h5ad"
+    of_paths[1].write_h5ad(new)
+    mixed = zl.open_dataset([paths[0], new])
+    assert plain(mixed.obs()["label"]) == plain(joined.obs["label"])
+    zl.convert([*paths], tmp_path / "both.zarr", progress=False)
+    assert plain(ad.read_zarr(tmp_path / "both.zarr").obs["label"]) == plain(joined.obs["label"])
+    assert zl.verify(tmp_path / "both.zarr", against=paths, progress=False).problems == ()
+
+
+def test_a_categorical_index_of_anndata_0_7(tmp_path: Path) -> None:
+    adata = labelled(["B", "T", "B"])
+    path = tmp_path / "a.h5ad"
+    adata.write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        del file["obs/_index"]
+        ad.io.write_elem(file["obs"], "_index", pd.Categorical(["z", "y", "x"]))
+        age(file["obs"])
+    assert zl.open_dataset(path).obs_names.tolist() == read_anndata(path).obs_names.tolist() == ["z", "y", "x"]
+    assert zl.open_dataset(path).take(["y"]).obs["label"].tolist() == ["T"]
+
+
+def test_codes_without_a_category_are_damage(tmp_path: Path) -> None:
+    path = written_old(labelled(["B", "T", "B"]), tmp_path / "a.h5ad")
+    with h5py.File(path, "r+") as file:
+        file["obs/label"][1] = 2
+    with pytest.raises(FormatError, match=r"obs/label of .* row 1 has the code 2 of 2 categories"):
+        zl.open_dataset(path).obs_column("label")
+
+
+@pytest.mark.parametrize("suffix", [".h5mu", ".zarr"])
+def test_modalities_of_mudata_0_1(tmp_path: Path, suffix: str) -> None:
+    mudata = pytest.importorskip("mudata")
+    parts = {"rna": labelled(["B", "T", None, "B"]), "prot": labelled(["p", "q", "q", "p"])[:, :2].copy()}
+    parts["prot"].var_names = ["P1", "P2"]
+    del parts["prot"].raw
+    with mudata.set_options(pull_on_update=False):
+        whole = mudata.MuData(parts)
+        whole.obs["donor"] = pd.Categorical(["d2", "d1", "d2", "d1"])
+        path = written_old(whole, tmp_path / f"a{suffix}")
+    dataset = zl.open_dataset(path)
+    assert dataset.obs(["donor"])["donor"].tolist() == ["d2", "d1", "d2", "d1"]
+    assert plain(dataset.obs(["rna:label"])["rna:label"]) == ["B", "T", None, "B"]
+    (minibatch,) = zl.Loader(dataset, x=["rna:X"], obs=["donor", "prot:label"], shuffle=False)
+    assert minibatch.obs["donor"].tolist() == [1, 0, 1, 0]
+    assert [dataset.labels("prot:label")[code] for code in minibatch.obs["prot:label"].tolist()] == ["p", "q", "q", "p"]
+    assert dataset.where("`prot:label` == 'q'").n_obs == 2
+    taken = dataset.take([2, 1])
+    for name, part in parts.items():
+        wanted = part[[2, 1]]
+        assert plain(taken[name].obs["label"]) == plain(wanted.obs["label"])
+        assert taken[name].var["kind"].tolist() == part.var["kind"].tolist()
+    zl.convert(path, tmp_path / "converted.zarr", progress=False)
+    assert zl.verify(tmp_path / "converted.zarr", against=path, progress=False).problems == ()
+    one = f"{path}/rna" if suffix == ".h5mu" else f"{path}/mod/rna"
+    zl.convert(one, tmp_path / "rna.zarr", progress=False)
+    obs = ad.read_zarr(tmp_path / "rna.zarr").obs
+    assert plain(obs["label"]) == ["B", "T", None, "B"]
+    assert obs["donor"].tolist() == ["d2", "d1", "d2", "d1"]

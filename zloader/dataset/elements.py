@@ -11,9 +11,11 @@ modality.
 from __future__ import annotations
 
 import contextlib
+import posixpath
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,12 +40,13 @@ from zloader.storage.metadata import layout_of, stored_length
 _ARRAYS = (("array", "0.2.0"), ("string-array", "0.2.0"))
 _MASKED = {("nullable-integer", "0.1.0"): "IntegerArray", ("nullable-boolean", "0.1.0"): "BooleanArray"}
 _STRINGS = ("nullable-string-array", "0.1.0")
+_OLD_FRAME = ("dataframe", "0.1.0")
 _OF_MODALITY = re.compile(r"mod/([^/]+)/.+", re.DOTALL)
 
 
 def read_element(node: Any) -> Any:
     """An element as `anndata.io.read_elem` reads it. Raises any error of zarr or anndata for a damaged element."""
-    kind = node.attrs.get("encoding-type"), node.attrs.get("encoding-version")
+    kind = _encoding(node)
     if isinstance(node, zarr.Array) and kind in _ARRAYS:
         return node[()]
     if isinstance(node, zarr.Group) and kind == ("categorical", "0.2.0"):
@@ -59,6 +62,10 @@ def read_element(node: Any) -> Any:
     return load_anndata().io.read_elem(node)
 
 
+def _encoding(node: Any) -> tuple[Any, Any]:
+    return node.attrs.get("encoding-type"), node.attrs.get("encoding-version")
+
+
 def _reads_strings_as_pandas() -> bool:
     """Whether anndata reads nullable strings as below: from pandas 3 on, where it writes strings so by default."""
     return int(pd.__version__.partition(".")[0]) >= 3
@@ -69,6 +76,15 @@ def load_anndata() -> Any:
     import anndata
 
     return anndata
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedColumn:
+    """The paths of the codes and categories of a categorical column. `ordered` is None if the metadata do not say."""
+
+    codes: str
+    categories: str
+    ordered: bool | None
 
 
 class StoredElements(ABC):
@@ -167,14 +183,18 @@ class StoredElements(ABC):
 
     def index_path(self, frame: str) -> str:
         """The path of the index of a frame such as `"obs"`: an array, or a group for a categorical or nullable one."""
+        return f"{frame}/{self.index_name(frame)}"
+
+    def index_name(self, frame: str) -> str:
+        """The name of the index of a frame within it."""
         name = self.node(frame).attrs.get("_index")
         if not _is_name(name):
             raise self.damaged(frame, f"its metadata name {name!r} as its index")
-        return f"{frame}/{name}"
+        return str(name)
 
     def names(self, frame: str) -> pd.Index:
         """The index of `"obs"`, `"var"` or `"raw/var"`."""
-        return as_names(self.element(self.index_path(frame)))
+        return as_names(self.column(frame, self.index_name(frame)))
 
     def columns(self, frame: str) -> list[str]:
         """Names of the columns of `"obs"`, `"var"` or `"raw/var"`, in the order of the frame."""
@@ -183,9 +203,46 @@ class StoredElements(ABC):
             raise self.damaged(frame, f"its metadata list {names!r:.100} as its columns")
         return names
 
+    def coded(self, frame: str, name: str) -> CodedColumn | None:
+        """Where the codes and categories of a column or index of a frame are; None for any that is not categorical.
+
+        A frame of anndata 0.7 has the codes as the column, whose attribute leads to the categories.
+        """
+        path = f"{frame}/{name}"
+        node = self.node(path)
+        if isinstance(node, zarr.Group):
+            if node.attrs.get("encoding-type") != "categorical":
+                return None
+            ordered: Any = node.attrs.get("ordered")
+            return CodedColumn(codes=f"{path}/codes", categories=f"{path}/categories", ordered=ordered)
+        found = node.attrs.get("categories")
+        if found is None or _encoding(self.node(frame)) != _OLD_FRAME:
+            return None
+        categories = posixpath.join("/", posixpath.dirname(path), str(found)).removeprefix("/")
+        ordered = bool(self.node(categories).attrs.get("ordered", False))
+        return CodedColumn(codes=path, categories=categories, ordered=ordered)
+
+    def column(self, frame: str, name: str) -> Any:
+        """A column or the index of a frame, as anndata reads it."""
+        path, coded = f"{frame}/{name}", self.coded(frame, name)
+        if coded is None or coded.codes != path:
+            return self.element(path)
+        codes, categories = self.element(coded.codes), self.element(coded.categories)
+        with self.reading(path, self.node(path)):
+            return pd.Categorical.from_codes(codes, categories, ordered=bool(coded.ordered))
+
+    def _old_frame(self, frame: str) -> pd.DataFrame:
+        columns, index = self.columns(frame), self.index_name(frame)
+        found = {name: self.column(frame, name) for name in columns}
+        with self.reading(frame, self.node(frame)):
+            made = pd.DataFrame(found, index=self.column(frame, index), columns=columns or None)
+        return made if index == "_index" else made.rename_axis(index)
+
     def element(self, path: str) -> Any:
         """A whole element, as anndata reads it."""
         node = self.node(path)
+        if _encoding(node) == _OLD_FRAME:
+            return self._old_frame(path)
         with self.reading(path, node):
             # The arrays of a sparse matrix have no encoding-type of their own.
             return read_element(node) if "encoding-type" in node.attrs else node[...]

@@ -133,7 +133,7 @@ def _located(stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index]) -> li
 def gene_names(store: OpenedStore, by: Any, frame: str) -> pd.Index:
     """The names by which the genes of a store are joined: unique strings."""
     at = f"{frame} of {store.location.url}"
-    column = by if isinstance(by, str) and by != _index_name(store, frame) else None
+    column = by if isinstance(by, str) and by != store.index_name(frame) else None
     stored = store.names(frame) if column is None else _column(store, frame, column)
     names = renamed_by(by if isinstance(by, dict) else {}, stored, at)
     if repeated := repeats(names):
@@ -145,10 +145,6 @@ def gene_names(store: OpenedStore, by: Any, frame: str) -> pd.Index:
     return names
 
 
-def _index_name(store: OpenedStore, frame: str) -> str:
-    return store.index_path(frame).removeprefix(f"{frame}/")
-
-
 def _column(store: OpenedStore, frame: str, column: str) -> pd.Series:
     """The var column that names the genes."""
     at, known = f"{frame} of {store.location.url}", store.columns(frame)
@@ -156,7 +152,7 @@ def _column(store: OpenedStore, frame: str, column: str) -> pd.Series:
         raise MissingColumnError(
             f"{at} has no column {column!r} to name genes by; it has: {listed(known)}{suggestion(column, known)}"
         )
-    names = pd.Series(store.element(f"{frame}/{column}"))
+    names = pd.Series(store.column(frame, column))
     if len(names) != store.length(frame):
         raise store.damaged(f"{frame}/{column}", f"it has {len(names)} values for {store.length(frame)} genes")
     if names.isna().any():
@@ -220,7 +216,7 @@ def merged_var(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin, names:
 
 def _var_of(store: OpenedStore, by: Any, frame: str) -> pd.DataFrame:
     var, names = store.element(frame), gene_names(store, by, frame)
-    return var.set_axis(names) if by is None or by == _index_name(store, frame) else renamed(var, names)
+    return var.set_axis(names) if by is None or by == store.index_name(frame) else renamed(var, names)
 
 
 def _same_columns(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:

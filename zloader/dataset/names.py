@@ -21,6 +21,7 @@ from zloader.caching.mirror import load_column, save_column
 from zloader.common import page_cache
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
+from zloader.dataset.elements import CodedColumn
 from zloader.dataset.store import OpenedStore
 from zloader.reading.gather import indptr_of
 from zloader.reading.loops import copy_rows
@@ -103,12 +104,17 @@ class ObsNames:
     @cached_property
     def _array(self) -> tuple[str, str]:
         """The path of the array with one entry per row, and the encoding of the index if it is a group."""
+        if self._coded is not None:
+            return self._coded.codes, "categorical"
         path = self._store.index_path("obs")
         node = self._store.node(path)
         if isinstance(node, zarr.Array):
             return path, ""
-        encoding = str(node.attrs.get("encoding-type"))
-        return f"{path}/codes" if encoding == "categorical" else f"{path}/values", encoding
+        return f"{path}/values", str(node.attrs.get("encoding-type"))
+
+    @cached_property
+    def _coded(self) -> CodedColumn | None:
+        return self._store.coded("obs", self._store.index_name("obs"))
 
     @cached_property
     def _segment_rows(self) -> int:
@@ -118,7 +124,8 @@ class ObsNames:
     @cached_property
     def _labels(self) -> Text:
         """The labels of a categorical index, and last the name of a row without a label."""
-        labels = self._store.element(f"{self._store.index_path('obs')}/categories")
+        assert self._coded is not None
+        labels = self._store.element(self._coded.categories)
         return Text.of([*_as_strings(np.asarray(labels)), _MISSING])
 
     def _segment(self, number: int, *, keep: bool = True) -> Text:

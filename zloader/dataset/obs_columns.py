@@ -25,6 +25,7 @@ from zloader.common.deferred import pd
 from zloader.common.errors import FormatError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
+from zloader.dataset.elements import CodedColumn
 from zloader.dataset.store import OpenedStore
 from zloader.selecting.columns import (
     NUMBERS,
@@ -61,14 +62,14 @@ class StoreColumns:
 
     def kind(self, name: str) -> str:
         """The kind of values of an obs column, as `kind_of` names it, from metadata."""
-        return kind_of(self._node(name))
+        return kind_of(self._node(name)) if self.coded(name) is None else "categories"
 
     def shown_kind(self, name: str) -> str:
         """The kind of values as `zloader info` shows it: `categorical`, `string`, or a dtype or encoding."""
-        node = self.store.node(self.path(name))
+        if self.coded(name) is not None:
+            return "categorical"
+        node = self._node(name)
         encoding = str(node.attrs.get("encoding-type", "array"))
-        if encoding == "categorical":
-            return encoding
         if "string" in encoding:
             return "string"
         values = node if isinstance(node, zarr.Array) else node.get("values")
@@ -76,12 +77,21 @@ class StoreColumns:
 
     def n_categories(self, name: str) -> int | None:
         """The number of categories of a categorical column, from metadata; None if that does not say."""
-        return stored_length(self.store.node(f"{self.path(name)}/categories"))
+        return stored_length(self.store.node(self.of_categorical(name).categories))
 
     def is_categorical(self, name: str) -> bool:
         """Whether an obs column has codes and categories, from metadata."""
-        node = self._node(name)
-        return isinstance(node, zarr.Group) and node.attrs.get("encoding-type") == "categorical"
+        return self.coded(name) is not None
+
+    def coded(self, name: str) -> CodedColumn | None:
+        """Where the codes and categories of a column are; None for one that is not categorical."""
+        return self.store.coded(self._frame, name)
+
+    def of_categorical(self, name: str) -> CodedColumn:
+        """As `coded`, of a categorical column."""
+        found = self.coded(name)
+        assert found is not None
+        return found
 
     def column(self, name: str, rows: Rows | None = None) -> Any:
         """A column as anndata reads it, or some rows of it. Raises FormatError if it has not one value per row.
@@ -91,7 +101,7 @@ class StoreColumns:
         if self.is_categorical(name):
             categories = self.categories(name)
             codes = self._codes(name, len(categories), rows)
-            ordered = self._node(name).attrs.get("ordered")
+            ordered = self.of_categorical(name).ordered
             if ordered is None:
                 raise self.store.damaged(self.path(name), "its metadata do not say whether its categories are ordered")
             return pd.Categorical.from_codes(codes, categories, ordered=bool(ordered))
@@ -106,7 +116,7 @@ class StoreColumns:
         Strings are coded in windows, so that a window of them is in memory at a time.
         """
         if self.kind(name) == "strings":
-            return self._coded(name)
+            return self._coded_strings(name)
         if self.is_categorical(name):
             labels = self._labels(name)
             return ObsColumn(values=self._codes(name, len(labels)), coded=labels)
@@ -116,7 +126,7 @@ class StoreColumns:
 
     def categories(self, name: str) -> pd.Index:
         """The categories of a categorical column."""
-        path = f"{self.path(name)}/categories"
+        path = self.of_categorical(name).categories
         return self._indexed(path, self.store.element(path))
 
     def _indexed(self, path: str, stored: Any) -> pd.Index:
@@ -127,7 +137,7 @@ class StoreColumns:
 
     def _labels(self, name: str) -> pd.Index | NDArray[Any]:
         """The categories in the form of `as_labels`: distinct strings and integers as an array, without pandas."""
-        path = f"{self.path(name)}/categories"
+        path = self.of_categorical(name).categories
         stored = self.store.element(path)
         plain = plain_labels(stored)
         return as_labels(self._indexed(path, stored)) if plain is None else plain
@@ -138,7 +148,8 @@ class StoreColumns:
         if len(wrong):
             row = rows + int(wrong[0]) if isinstance(rows, int) else int(rows[wrong[0]])
             raise self.store.damaged(
-                f"{self.path(name)}/codes", f"row {row} has the code {codes[wrong[0]]} of {n_categories} categories"
+                self.of_categorical(name).codes,
+                f"row {row} has the code {codes[wrong[0]]} of {n_categories} categories",
             )
 
     def whole(self, path: str) -> NDArray[Any]:
@@ -192,7 +203,7 @@ class StoreColumns:
 
         Raises FormatError for a code without a category. Of some rows, no others are checked.
         """
-        path = f"{self.path(name)}/codes"
+        path = self.of_categorical(name).codes
         stored = self.store.node(path)
         self._require_shape(name, getattr(stored, "shape", None))
         if stored.dtype.kind not in "iu":
@@ -208,7 +219,7 @@ class StoreColumns:
             self._checked.add(name)
         return codes
 
-    def _coded(self, name: str) -> ObsColumn:
+    def _coded_strings(self, name: str) -> ObsColumn:
         node, values, mask = self._node(name), self.path(name), None
         if not isinstance(node, zarr.Array):
             values, mask = f"{values}/values", f"{values}/mask"
@@ -248,6 +259,10 @@ class WholeColumns(StoreColumns):
     def path(self, name: str) -> str:
         found = self.store.modality_of_column(name)
         return super().path(name) if found is None else self._of[found[0]].path(found[1])
+
+    def coded(self, name: str) -> CodedColumn | None:
+        found = self.store.modality_of_column(name)
+        return super().coded(name) if found is None else self._of[found[0]].coded(found[1])
 
     def is_categorical(self, name: str) -> bool:
         return self.store.modality_of_column(name) is None and super().is_categorical(name)

@@ -192,7 +192,7 @@ class Observations:
             "labels": labels,
             "dtype": None if column.coded is None else str(column.coded.dtype),
             "from_strings": column.from_strings,
-            "codes": f"obs/{name}/codes" if stored else None,  # which were checked
+            "codes": self._of_stores[0].of_categorical(name).codes if stored else None,  # which were checked
             "values": values.dtype.str,
         }
         save_object(self._directory, kept_as(name), json.dumps(document).encode())

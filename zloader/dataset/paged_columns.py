@@ -111,7 +111,7 @@ class PagedColumns:
             or self._n_rows * math.prod(first.shape[1:]) * first.dtype.itemsize <= least
         ):
             return None
-        kinds = "i" if path.endswith("/codes") else NUMBERS
+        kinds = "i" if path.endswith("/codes") or "categories" in first.attrs else NUMBERS
         layouts = [_layout(store, path, kinds) for store in self._stores]
         known = [layout for layout in layouts if layout is not None]
         if len(known) < len(layouts) or len({layout.dtype for layout in known}) > 1:
@@ -134,7 +134,7 @@ class Labels:
     @property
     def path(self) -> str:
         """The path of the codes in each store."""
-        return f"obs/{self.name}/codes"
+        return self.columns[0].of_categorical(self.name).codes
 
     @cached_property
     def joined(self) -> pd.Index:

@@ -114,14 +114,21 @@ def _identity(node: Any) -> Any:
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    """The attributes as JSON values. Those that have no form in JSON are left out; references are named as such."""
+    """The attributes as JSON values. Those that have no form in JSON are left out; references become paths."""
     found = {}
     for name in node.attrs:
         try:
-            found[str(name)] = _plain(node.attrs[name])
+            value = node.attrs[name]
+            found[str(name)] = _path_of(value, node) if isinstance(value, h5py.Reference) else _plain(value)
         except (TypeError, OSError, ValueError, UnicodeDecodeError):
             continue
     return found
+
+
+def _path_of(reference: h5py.Reference, node: Any) -> Any:
+    """The path of an object of the file, from the group of `node` on if the object lies below it."""
+    path = node.file[reference].name
+    return None if path is None else path.removeprefix(f"{node.parent.name.rstrip('/')}/")
 
 
 def _plain(value: Any) -> Any:

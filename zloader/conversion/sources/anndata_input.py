@@ -155,32 +155,17 @@ class StoredInput(Input):
         return length
 
     def obs_names(self) -> pd.Index:
-        if self._old_obs is not None:
-            return self._old_obs.index
         column = self._index["obs"]
         return pd.Index(self._column(column), name=None if column == "_index" else column)
 
     def obs_column(self, name: str) -> pd.Series:
-        if self._old_obs is not None:
-            return self._old_obs[name].reset_index(drop=True)
         return pd.Series(self._column(name), name=name)
 
     def _column(self, name: str) -> Any:
         """The values of a column of obs, whose length has been checked."""
-        column = self.element(f"obs/{name}")
+        column = column_of(self._root["obs"], self.node(f"obs/{name}"))
         self._require_shape(f"obs/{name}", getattr(column, "shape", ()), (self.n_rows,))
         return column
-
-    @cached_property
-    def _old_obs(self) -> pd.DataFrame | None:
-        """The whole obs if anndata 0.7 wrote it, else None. In that format no column tells that it is categorical."""
-        if str(self._root["obs"].attrs.get("encoding-version")) != "0.1.0":
-            return None
-        frame = self._frame("obs")
-        missing = [name for name in self.obs_columns if name not in frame]
-        if missing:
-            raise self._missing(f"obs/{missing[0]}", list(frame.columns))
-        return frame
 
     def var(self, raw: bool = False) -> pd.DataFrame:
         return self._frame("raw/var" if raw else "var")
@@ -299,6 +284,17 @@ class MemoryInput(Input):
             if hasattr(found, "compute"):  # a dask array
                 return found.compute()
             return found.to_memory() if hasattr(found, "to_memory") else found  # to_memory: a lazy data frame of xarray
+
+
+def column_of(frame: Node, column: Node) -> Any:
+    """A column of a frame, as anndata reads it. In a frame of anndata 0.7, an attribute leads to the categories."""
+    found = column.attrs.get("categories")
+    if found is None or str(frame.attrs.get("encoding-version")) != "0.1.0":
+        return column.element()
+    with reading(column.at):
+        categories = Node(frame.native[found], column.source, f"{column.path}, its categories")
+        ordered = bool(categories.attrs.get("ordered", False))
+        return pd.Categorical.from_codes(column.element(), categories.element(), ordered=ordered)
 
 
 def open_matrix(node: Node, name: str, *, shape: tuple[int, int], window_bytes: int) -> SourceMatrix:

@@ -18,7 +18,7 @@ from zloader.common.errors import SourceError
 from zloader.common.locks import cached_property
 from zloader.common.messages import listed
 from zloader.common.records import Rows
-from zloader.conversion.sources.anndata_input import Input, StoredInput
+from zloader.conversion.sources.anndata_input import Input, StoredInput, column_of
 from zloader.conversion.sources.locations import Objects, SourceLocation
 from zloader.conversion.sources.nodes import Node, reading, require_names
 from zloader.selecting.row_maps import RowMap, checked_map, in_whole
@@ -170,7 +170,7 @@ class ModalityInput(StoredInput):
     def _column(self, name: str) -> Any:
         if name not in self._of_whole:
             return super()._column(name)
-        values = pd.Series(self._whole[f"obs/{name}"].element())
+        values = pd.Series(column_of(self._whole["obs"], self._whole[f"obs/{name}"]))
         rows = self._rows_in_whole
         if len(rows) and rows.max() >= len(values):
             raise SourceError(f"{self._whole.at}: obs/{name} has {len(values)} rows, but row {rows.max()} is needed")
