@@ -48,7 +48,7 @@ import zloader as zl
 
 def train(url: str, epochs: int) -> float:
     dataset: zl.Dataset = zl.open_dataset(url, cache="cache")
-    loader = zl.Loader(dataset, batch_size=32, obs=["cell_type"], layout="dense", dtype=torch.bfloat16)
+    loader = zl.Loader(dataset, batch_size=32, obs=["cell_type"], layout="dense")
     total = 0.0
     for _ in range(epochs):
         for minibatch in loader:

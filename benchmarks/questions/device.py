@@ -84,7 +84,6 @@ class Side:
             sampling=zl.BlockShuffling(BLOCK),
             obs=[LABEL],
             layout=layout,
-            dtype=dtype if name == "dense" else None,
             device=None if here else self.device,
         )
         wanted = getattr(torch, dtype)
@@ -98,6 +97,8 @@ class Side:
                 elif name == "naive, packed":
                     minibatch = minibatch.to(self.device)
                     x = minibatch.x.dense(wanted)
+                elif name == "dense":
+                    x = x.to(wanted)
                 yield x, minibatch.obs[LABEL]
 
         return epoch

@@ -103,7 +103,6 @@ CASES = {
     "csr": Case(),
     "dense": Case(options=given(layout="dense")),
     "packed": Case(options=given(layout="packed")),
-    "csr, bfloat16": Case(options=given(dtype="bfloat16")),
     "csr, minibatches of 256": Case(options=given(batch_size=256)),
     "packed, minibatches of 512": Case(options=given(layout="packed", batch_size=512)),
     "2 000 genes, dense": Case(options=some_genes(2000)),

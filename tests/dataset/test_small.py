@@ -140,7 +140,7 @@ def test_loaders_and_minibatches_are_shown_briefly(dataset: zl.Dataset) -> None:
         assert len(shown.splitlines()) == 5 + (layout == "anndata")  # which has obs_names
     dense = next(iter(zl.Loader(dataset, layout="dense", obs_names=True, obsm=["X_pca"])))
     assert "\n    x: float32 50x12\n    obsm: X_pca float32 50x2\n    obs_names: object 50" in repr(dense)
-    assert "dtype='bfloat16'" in repr(zl.Loader(dataset, layout="dense", dtype=torch.bfloat16))
+    assert "dtype='float64'" in repr(zl.Loader(dataset, layout="dense", dtype=torch.float64))
     assert "options=FetchOptions(" in repr(zl.Loader(dataset, options=zl.FetchOptions(threads=1)))
     many = zl.Loader(dataset, sampling=zl.Streaming(np.arange(50), shuffle=True))
     assert len(repr(many)) < 400

@@ -107,7 +107,7 @@ def unchanged(minibatch: zl.Minibatch) -> zl.Minibatch:
 
 LAYOUTS = {
     "csr": {},
-    "dense": {"layout": "dense", "dtype": "bfloat16"},
+    "dense": {"layout": "dense", "dtype": "float64"},
     "packed": {"layout": "packed", "obsm": ["X_pca"]},
     "tokens": {
         "x": None,

@@ -13,8 +13,6 @@ from hypothesis.extra import numpy as hnp
 
 from zloader.common.records import MinibatchArrays
 from zloader.reading import gather
-from zloader.reading.loops import limits_of
-from zloader.selecting.genes import ChosenGenes
 
 # Stored dtypes of genes and values, and the wanted dtype. Not all triples are tested, because each is compiled.
 CSR_DTYPES = [
@@ -234,84 +232,7 @@ def test_a_minibatch_is_cut_into_parts_that_share_its_memory(draw, cuts):
             assert found_x.values.size == 0 or np.shares_memory(found_x.values, x.values)
 
 
-# ------------------------------------------------------------------------------------------------ values that fit
-
-NAN, INF = np.nan, np.inf
-# Stored dtype, wanted dtype, values that fit (perhaps rounded) and values that do not, near the limits of both dtypes.
-LIMITS = [
-    ("float32", "int32", [3.0, -0.0, -(2.0**31), 2.0**31 - 128], [2.7, -0.5, NAN, INF, -INF, 2.0**31, 3e9, -3e9]),
-    ("float64", "int32", [2.0**31 - 1, -(2.0**31)], [2.0**31, -(2.0**31) - 1, 2.0**31 - 0.5, NAN, 1e300]),
-    ("float64", "int64", [2.0**63 - 1024, -(2.0**63), 2.0**53 + 2], [2.0**63, 1e19, -(2.0**63) - 2048, INF, 0.1]),
-    ("float16", "int32", [3.0, -2.0, 65504.0], [2.5, NAN, INF]),
-    ("int64", "int32", [2**31 - 1, -(2**31)], [2**31, -(2**31) - 1, 2**63 - 1, -(2**63)]),
-    ("uint32", "int32", [2**31 - 1], [2**31, 2**32 - 1]),
-    ("uint64", "int64", [2**63 - 1, 2**53 + 1], [2**63, 2**64 - 1]),
-    (
-        "float64",
-        "float32",
-        [0.1, NAN, INF, -INF, 5e-324, 3.4028235677973362e38],
-        [1e300, -1e300, 3.4028235677973366e38],
-    ),
-    ("int64", "float32", [2**24 + 1, 2**53 + 2**29 + 1, 2**63 - 1, -(2**63)], []),
-    ("uint64", "float32", [2**24 + 1, 2**64 - 1], []),
-    ("float16", "float32", [0.1, NAN, INF, 6e-8], []),
-]
-WAYS = [(kind, to) for kind in ("csr", "dense") for to in (gather.csr_rows, gather.dense_rows)]
-
-
-def _row_of(values, kind):
-    """A row of these values as the second row of a minibatch, after an empty row; CSR or dense."""
-    n, at = len(values), np.array([2, 1])
-    starts, lengths = np.array([0, 0]), np.array([0, n])
-    if kind == "csr":
-        return sparse(np.arange(n, dtype=np.uint16), values, (starts, starts), lengths, at)
-    return gather.StoreRows(at=at, genes=None, values=values, starts=(starts, starts), lengths=lengths)
-
-
-def _gathered(rows, gathered, n_genes, dtype):
-    empty = sparse(*[np.empty(0, np.uint16)] * 2, (np.zeros(1, np.int64),) * 2, np.zeros(1, np.int64), np.array([0]))
-    x = gathered([empty, rows], 3, n_genes=n_genes, dtype=dtype)
-    if isinstance(x, np.ndarray):
-        return x[1]
-    return scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), (3, n_genes)).toarray()[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stored", "dtype", "fit", "unfit"), LIMITS)
-@pytest.mark.parametrize(("kind", "gathered"), WAYS)
-def test_values_that_fit_come_and_others_are_refused(stored, dtype, fit, unfit, kind, gathered):
-    fit = np.array(fit, stored)
-    _same(_gathered(_row_of(fit, kind), gathered, len(fit), dtype), fit.astype(dtype) + np.zeros(1, dtype))
-    for value in np.array(unfit, stored):
-        values = np.insert(fit, 1, value)
-        with pytest.raises(gather.UnfitValue) as refused:
-            _gathered(_row_of(values, kind), gathered, len(values), dtype)
-        assert refused.value.row == 1
-        np.testing.assert_array_equal(refused.value.value, value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gathered", [gather.csr_rows, gather.dense_rows])
-@pytest.mark.parametrize("kind", ["csr", "dense"])
-@pytest.mark.parametrize("stored", ["float32", "float16"])
-def test_a_gene_that_is_not_chosen_need_not_fit(stored, kind, gathered):
-    rows = _row_of(np.array([1.0, 2.5, 3.0, NAN], stored), kind)
-    for positions, wanted in (([2, 0], [3, 1]), ([0], [1])):
-        chosen = gather.choose(rows, ChosenGenes(positions=np.array(positions), n_stored=4))
-        assert _gathered(chosen, gathered, len(positions), "int32").tolist() == wanted
-    for positions in ([2, 1], [1, 2, 0], [3, 2, 1, 0]):
-        chosen = gather.choose(rows, ChosenGenes(positions=np.array(positions), n_stored=4))
-        with pytest.raises(gather.UnfitValue) as refused:
-            _gathered(chosen, gathered, len(positions), "int32")
-        # Dense rows have all genes, so that the empty row holds the values, too, and comes first.
-        assert refused.value.row == (1 if kind == "csr" else 2)
-
-
-@pytest.mark.parametrize("stored", ["bool", "int8", "uint8", "int16", "uint16", "int32", "float32"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
-def test_nothing_is_compared_where_all_fits(stored, dtype):
-    checked = stored == "float32" and dtype == "int64"
-    assert (limits_of(np.dtype(stored), dtype) is None) != checked
+# ------------------------------------------------------------------------------------------------ odd values and rows
 
 
 def test_signed_zeros_and_nan_survive():

@@ -95,7 +95,7 @@ def test_minibatches_equal_those_of_the_host(dataset, device, layout, x):
 
 
 @pytest.mark.every(10)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize(
     ("layout", "genes"), [("csr", None), ("dense", [7, 2, 250])], ids=["csr", "dense, three genes"]
 )
@@ -105,21 +105,19 @@ def test_dtypes_equal_those_of_the_host(dataset, dtype, layout, genes):
     assert_same_minibatches(zl.Loader(dataset, device=LateDevice(), **options), zl.Loader(dataset, **options))
 
 
-@pytest.mark.every(20)  # each dtype once
+@pytest.mark.every(6)
 @pytest.mark.parametrize("stored", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_stored_dtypes_are_rounded_once(tmp_path, stored, dtype):
+def test_stored_dtypes_are_rounded_once(tmp_path, stored):
     adata = counts(60, 40)
     adata.X = adata.X.astype(np.float64)
     adata.X.data = (adata.X.data * 150.3 if stored != "uint8" else adata.X.data % 255).astype(stored)
     if stored in ("int32", "int64", "float64"):
-        adata.X.data[:5] = 16_777_217, 4_097, 2_049, 257, 4_113  # halfway between two half floats, and just beyond
-        adata.X.data[0] = 60_001
+        adata.X.data[:2] = 16_777_217, 16_777_219  # halfway between two floats
     options = zl.ConvertOptions(preserve_dtype=True)
     zl.convert(adata, tmp_path / "s.zarr", options=options, progress=False)
     dataset = zl.open_dataset(tmp_path / "s.zarr")
     for layout in ("csr", "dense"):
-        made = {**SIZES, "dtype": dtype, "layout": layout}
+        made = {**SIZES, "layout": layout}
         assert_same_minibatches(zl.Loader(dataset, device=LateDevice(), **made), zl.Loader(dataset, **made))
 
 
@@ -154,14 +152,14 @@ def test_repeated_genes_are_summed_as_on_the_host(tmp_path):
         warnings.simplefilter("ignore")  # anndata warns of what it will do in future
         adata.write_zarr(tmp_path / "s.zarr")
     dataset = zl.open_dataset(tmp_path / "s.zarr")
-    for dtype in ("float32", "bfloat16", "float16"):
+    for dtype in ("float32", "int64"):
         options = {**SIZES, "layout": "dense", "dtype": dtype}
         assert_same_minibatches(zl.Loader(dataset, device=LateDevice(), **options), zl.Loader(dataset, **options))
     found = next(iter(zl.Loader(dataset, batch_size=40, shuffle=False, layout="packed"))).x
     np.testing.assert_array_equal(found.dense().numpy(), x.astype(np.int64).toarray())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_transformed_values_and_names_equal_those_of_the_host(dataset, layout, dtype):
     transforms = [zl.transforms.LogNormalize(1e4)]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import ml_dtypes
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse
+import torch
 import zarr
 from helpers import SMALL, dense, of_genes
 
@@ -143,52 +146,106 @@ def test_stores_of_several_dtypes(tmp_path):
     np.testing.assert_array_equal(dense(dataset.take(range(2 * N_ROWS))), both_of)
 
 
-# ---------------------------------------------------------------------------------------- values that do not fit
+# ---------------------------------------------------------------------------------------- dtypes that do not fit
 
 
-@pytest.fixture(scope="module")
-def fractions(tmp_path_factory) -> Path:
-    """Whole numbers in X, in a CSR and a dense layer and in raw, except for a fraction in row 17, gene 4, of each."""
-    folder = tmp_path_factory.mktemp("fractions")
-    x = values("float32", whole=True)
-    x[17, 4] = 2.7
-    adata = both(x)
-    adata.layers["csr"] = sparse(x)
-    adata.raw = annotated(sparse(x))
-    zl.convert(adata, folder / "s.zarr", options=SMALL, progress=False)
-    return folder / "s.zarr"
+@pytest.mark.parametrize("x", ["X", "layers/dense", "raw/X"])
+@pytest.mark.parametrize(
+    ("stored", "dtype", "fits"),
+    [
+        ("float32", "int32", False),  # which may be fractions, negative, NaN or infinite
+        ("float16", "int64", False),
+        ("int64", "int32", False),
+        ("uint64", "int64", False),
+        ("uint16", "int32", True),
+        ("uint32", "int64", True),
+        ("bool", "int32", True),
+    ],
+)
+def test_an_integer_dtype_has_to_hold_every_value_of_the_stored_one(tmp_path, x, stored, dtype, fits):
+    matrix = values(stored)
+    adata = both(matrix)
+    adata.raw = annotated(sparse(matrix))
+    dataset = zl.open_dataset(store_of(adata, tmp_path, "convert, kept"))
+    if fits:
+        found = epoch_of(zl.Loader(dataset, x=x, dtype=dtype, layout="dense", **SIZES))
+        np.testing.assert_array_equal(found, matrix.astype(dtype))
+        return
+    says = f"{x} of .*s.zarr is stored as {stored}, and {dtype} does not hold all .* with .to\\(torch.{dtype}\\)"
+    with pytest.raises(OptionError, match=says):
+        zl.Loader(dataset, x=x, dtype=dtype)
+    converted = next(iter(zl.Loader(dataset, x=x, **SIZES))).x.to(getattr(torch, dtype))
+    assert converted.dtype == getattr(torch, dtype)
 
 
-@pytest.mark.any_version
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
-@pytest.mark.parametrize("x", ["X", "layers/dense", "layers/csr", "raw/X"])
-@pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
-def test_a_value_that_the_dtype_cannot_hold_is_refused(fractions, tmp_path, layout, x, mirrored):
-    dataset = zl.open_dataset(fractions, cache=tmp_path / "cache" if mirrored else None)
-    loader = zl.Loader(dataset, x=x, layout=layout, dtype="int32", **SIZES)
-    says = re.escape(f"{x} of {fractions} holds 2.7 in row 17 of the dataset, which int32 cannot hold: choose another")
-    for _ in range(2):
-        minibatches = iter(loader)
-        seen = []
-        with pytest.raises(OptionError, match=says):
-            seen.extend(minibatch.index for minibatch in minibatches)
-        assert all(17 not in index for index in seen)
-        assert list(minibatches) == []
-    others = zl.Loader(dataset[:, [7, 3, 5]], x=x, layout=layout, dtype="int32", **SIZES)
-    wanted = values("int32")[:, [7, 3, 5]]
-    wanted[[3, 4]] = values("float32", whole=True)[[3, 4]][:, [7, 3, 5]]
-    np.testing.assert_array_equal(epoch_of(others), wanted)
+def test_any_of_several_stores_decides(tmp_path):
+    urls = []
+    for number, whole in enumerate((True, False)):
+        urls.append(tmp_path / f"{number}.zarr")
+        zl.convert(both(values("float32", whole=whole)), urls[-1], options=SMALL, progress=False)
+    assert next(iter(zl.Loader(zl.open_dataset(urls[0]), dtype="int32", **SIZES))).x.dtype == torch.int32
+    with pytest.raises(OptionError, match=rf"X of {re.escape(str(urls[1]))} is stored as float32"):
+        zl.Loader(zl.open_dataset(urls), dtype="int32")
 
 
-def test_the_row_is_that_of_the_dataset_and_its_store(fractions, tmp_path):
-    """The message does not count rows within the store, a view or the minibatch."""
-    zl.convert(both(values("float32", whole=True)), tmp_path / "a.zarr", options=SMALL, progress=False)
-    dataset = zl.open_dataset([tmp_path / "a.zarr", fractions])
-    view = dataset.where(np.arange(2 * N_ROWS) % 2 == (N_ROWS + 17) % 2)
-    for rows in (dataset, view):
-        with pytest.raises(OptionError, match=rf"X of {re.escape(str(fractions))} holds 2.7 in row {N_ROWS + 17} of"):
-            list(zl.Loader(rows, dtype="int64", **SIZES))
+@pytest.mark.parametrize("stored", ["int64", "uint64", "float64"])
+def test_floats_are_rounded_as_by_numpy(tmp_path, stored):
+    """Also beyond what float32 holds exactly, and beyond its range."""
+    x = values(stored)
+    x[7, :4] = 2**24 + 1, 2**53 + 2**29 + 1, 2**62 + 1, 0
+    if stored == "float64":
+        x[8, :5] = 1e300, -1e300, np.nan, np.inf, 3.4028235677973362e38
+    dataset = zl.open_dataset(store_of(both(x), tmp_path, "convert, kept"))
+    with np.errstate(over="ignore"):
+        wanted = x.astype(np.float32)
+    for name, layout in (("X", "csr"), ("X", "dense"), ("layers/dense", "dense"), ("layers/dense", "csr")):
+        found = epoch_of(zl.Loader(dataset, x=name, layout=layout, **SIZES))
+        np.testing.assert_array_equal(found, wanted)
+
+
+# ---------------------------------------------------------------------------------------- names of dtypes
+
+
+NAMED = [torch.float32, np.float32, np.dtype("float32"), "float32", torch.float64, np.float64, float, np.dtype("<f8")]
+NAMED += ["torch.float64", torch.int32, np.int32, torch.int64, np.int64, np.dtype("int64")]
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("dtype", NAMED, ids=repr)
+def test_dtypes_may_be_objects(tmp_path, dtype):
+    dataset = zl.open_dataset(store_of(both(values("uint16")), tmp_path, "convert"))
+    loader = zl.Loader(dataset, dtype=dtype, layout="dense", **SIZES)
+    dtype = torch.float64 if dtype == "torch.float64" else dtype
+    wanted = dtype if isinstance(dtype, torch.dtype) else torch.from_numpy(np.zeros(1, dtype)).dtype
+    assert next(iter(loader)).x.dtype == wanted
+    assert pickle.loads(pickle.dumps(loader)).dtype == loader.dtype == str(wanted).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.complex64, np.int8, bool, str, object, np.dtype("float32,int8")])
+def test_other_dtypes_are_refused(tmp_path, dtype):
+    dataset = zl.open_dataset(store_of(both(values("float32")), tmp_path, "convert"))
+    with pytest.raises(OptionError, match="dtype must be one of 'float32', 'float64', 'int32', 'int64', not"):
+        zl.Loader(dataset, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, np.float16, np.dtype("float16"), ml_dtypes.bfloat16])
+def test_half_floats_are_made_on_the_device(tmp_path, dtype):
+    dataset = zl.open_dataset(store_of(both(values("float32")), tmp_path, "convert"))
+    with pytest.raises(
+        OptionError, match=r"leave dtype=.* out, and convert x there, as minibatch.x.to\(torch.bfloat16"
+    ):
+        zl.Loader(dataset, dtype=dtype)
+    for layout in ("csr", "dense"):
+        assert next(iter(zl.Loader(dataset, layout=layout))).x.to(torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("x", ["X", "layers/dense"])
+def test_packed_rows_of_float16_are_float32(tmp_path, x):
+    wanted = values("float16")
+    dataset = zl.open_dataset(store_of(both(wanted), tmp_path, "convert"))
+    for minibatch in zl.Loader(dataset, x=x, layout="packed", **SIZES):
+        assert minibatch.x.values.dtype == torch.float32
+        np.testing.assert_array_equal(minibatch.x.dense().numpy(), wanted[minibatch.index].astype(np.float32))
 
 
 # ----------------------------------------------------------------------------------- complex and long numbers

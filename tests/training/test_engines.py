@@ -98,7 +98,7 @@ def doubled(minibatch):
 
 CONTENTS = [
     {},
-    {"layout": "dense", "dtype": "bfloat16", "obsm": ["place"], "obs_names": True, "framework": "torch"},
+    {"layout": "dense", "dtype": "float64", "obsm": ["place"], "obs_names": True, "framework": "torch"},
     {"x": ["X", "layers/halves"], "layout": "packed", "genes": ["gene 7", "gene 3"]},
     {"tokens": GENEFORMER, "transforms": [zl.transforms.LogNormalize(1e4)]},
     {"sampling": zl.CellSets("donor", set_size=4)},

@@ -72,7 +72,7 @@ def test_minibatches_equal_those_of_the_host(dataset, device, layout, x):
         assert_same_minibatches([minibatch.to("cpu") for minibatch in found], here)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_dtypes_equal_those_of_the_host(dataset, dtype, layout):
     options = {**SIZES, "dtype": dtype, "layout": layout, "x": ["X", "layers/dense"]}

@@ -50,7 +50,7 @@ Dtype = Annotated[
     str | None,
     _loader_option(
         "--dtype",
-        help="float16, bfloat16, float32, float64, int32 or int64. Layout packed takes none.",
+        help="float32, float64, int32 or int64. Layout packed takes none.",
         show_default="float32",
     ),
 ]

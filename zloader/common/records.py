@@ -170,7 +170,7 @@ class TokenRows(Protocol):
 class MinibatchArrays:
     """One minibatch as NumPy arrays, before it becomes tensors. All arrays have the same row order.
 
-    `x` maps each matrix to CsrArrays or to a dense array of rows x genes; bfloat16 as bits (uint16). `obs` maps each
+    `x` maps each matrix to CsrArrays or to a dense array of rows x genes. `obs` maps each
     column to one value per row. `obsm` maps each name to an array of rows x dims. `index` holds the row numbers in the
     dataset (int64). `names` are the obs names as Python strings, or None if they are not wanted; so are `tokens`.
     `sets` has the number of the set of each row, ascending by one, if the sampling has sets. `present` says for each

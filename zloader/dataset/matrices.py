@@ -32,7 +32,7 @@ from zloader.dataset.modalities import frame_of, modality_of, obs_of
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.fetch import read_at_once
-from zloader.reading.forms import Form, Transforming, computing_dtype
+from zloader.reading.forms import Form, Transforming, holds
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.recipe import Recipe
 from zloader.reading.rehearsal import FEW, rehearse
@@ -184,8 +184,8 @@ class Matrices:
         columns = Columns(
             n_genes=self.n_genes(x), find_names=lambda: self.gene_names(x), where=f"{x} of {self._opened.url}"
         )
-        genes, computing = self.chosen(x), computing_dtype(dtype)
-        bound = bound_transforms(transforms, columns, dense=dense, dtype=computing, chosen=genes is not None)
+        genes = self.chosen(x)
+        bound = bound_transforms(transforms, columns, dense=dense, dtype=dtype, chosen=genes is not None)
         later = genes if any(transform.whole_rows for transform in bound) else None
         return Transforming(transforms=bound, seed=0, epoch=0, dense=dense, dtype=dtype, genes=later)
 
@@ -213,6 +213,16 @@ class Matrices:
         if frame_of(name).endswith("raw/var") and len(layouts) > 1:
             self.axis(frame_of(name))
         return layouts
+
+    def require_dtype(self, name: str, dtype: str | None) -> None:
+        """Raises OptionError if x of a matrix cannot have a dtype. None stands for the stored one."""
+        for store, layout in zip(self._stores, self.layouts(name), strict=True):
+            if dtype is not None and not holds(dtype, layout.values.dtype):
+                raise OptionError(
+                    f"{name} of {store.location.url} is stored as {layout.values.dtype.name}, and {dtype} does not "
+                    f"hold all values of that: leave dtype out, and convert minibatch.x with .to(torch.{dtype}) where "
+                    "you know that its values fit"
+                )
 
     def are_few(self, names: Collection[str]) -> bool:
         """Whether NumPy can do the work of the compiled loops of some epochs in less time than it takes to load them.
@@ -250,7 +260,7 @@ class Matrices:
         """
         if transforming.needs_only_totals and self._has_totals_of_stores(x):
             parts = self.parts(x, options)
-            if all(part.has_totals(transforming.gathering_dtype) for part in parts):
+            if all(part.has_totals(transforming.dtype) for part in parts):
                 return parts, replace(transforming, genes=None, by_totals=True)
         return self.of_all_genes.parts(x, options), transforming
 

@@ -55,7 +55,7 @@ class Text:
         lengths = self.offsets[positions + 1] - starts
         offsets = indptr_of(lengths)
         text = np.empty(offsets[-1], np.uint8)
-        copy_rows(self.text, starts, lengths, offsets[:-1], text, None)
+        copy_rows(self.text, starts, lengths, offsets[:-1], text)
         return Text(offsets=offsets, text=text)
 
     def strings(self) -> list[str]:

@@ -250,7 +250,7 @@ class FetchScheduler:
         if tokens is None:
             return None
         of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.x]
-        x = of_matrix.x(taken, rows, of_matrix.planned.exact)
+        x = of_matrix.x(taken, of_matrix.planned.exact)
         assert isinstance(x, CsrArrays)
         return tokens.rows(x, rows, None if self._totals is None else self._totals[rows])
 
@@ -261,7 +261,7 @@ class FetchScheduler:
             if not self._recipe.is_wanted(name):
                 continue
             if transforming is None:
-                x[name] = of_matrix.x(taken, rows, self._recipe.form)
+                x[name] = of_matrix.x(taken, self._recipe.form)
             else:
                 x[name] = of_matrix.transformed(taken, rows, transforming)
         return x

@@ -23,13 +23,21 @@ from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows, X
 from zloader.reading import gather
-from zloader.reading.few_rows import Limits
-from zloader.reading.gather import HALVES, narrowed
-from zloader.reading.loops import ascend_strictly, fits, limits_of
+from zloader.reading.loops import ascend_strictly
 from zloader.selecting.genes import ChosenGenes
-from zloader.transforms.transform import RefusedValue, RowValues, Transform
+from zloader.transforms.transform import RowValues, Transform
 
 Stored = Sequence[np.dtype[Any]]  # the dtypes of the values of a matrix in each store
+
+
+def holds(wanted: str, stored: np.dtype[Any]) -> bool:
+    """Whether x may have the dtype `wanted`, for values of a stored one.
+
+    A float dtype holds all numbers, rounded to its precision, as in NumPy, torch and scanpy: float32 is exact up to
+    2**24, and a float64 beyond its range becomes infinite. An integer dtype has to hold every value of the stored
+    dtype. So fractions, NaN and numbers beyond its range cannot become others, and no value has to be looked at.
+    """
+    return np.dtype(wanted).kind == "f" or np.can_cast(stored, wanted, "safe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +58,18 @@ class Form:
     def value_dtype(self, stored: Stored) -> str:
         """The dtype of gathered values.
 
-        In the narrow form, whole numbers of at most 16 bits stay as they are stored if x has a wider dtype, because
-        every dtype that is wider holds them exactly: converting them later needs no rounding and no limits.
+        In the narrow form, whole numbers of at most 16 bits stay as they are stored, because every dtype of x holds
+        them exactly: converting them later needs no rounding.
         """
         united = np.result_type(*stored)
         if self.dtype is None:
-            return united.name
+            return "float32" if united == np.float16 else united.name
         small = united.kind in "bui" and united.itemsize <= 2
-        wanted = 2 if self.dtype in HALVES else np.dtype(self.dtype).itemsize
-        return united.name if self.narrow and small and united.itemsize < wanted else self.dtype
+        return united.name if self.narrow and small else self.dtype
 
     def value_bytes(self, stored: Stored) -> int:
         """Bytes per value while x is gathered."""
-        return gather.value_bytes(self.value_dtype(stored), stored)
+        return np.dtype(self.value_dtype(stored)).itemsize
 
     def gene_dtype(self, n_genes: int) -> np.dtype[Any] | None:
         """The dtype of gathered genes; None for the usual one of CSR."""
@@ -74,7 +81,7 @@ class Form:
         return 4 if dtype is None else dtype.itemsize
 
     def gathered(self, parts: Sequence[gather.StoreRows], n_rows: int, *, n_genes: int, stored: Stored) -> X:
-        """A minibatch of `n_rows` rows. Rows that no part holds are empty. Raises UnfitValue."""
+        """A minibatch of `n_rows` rows. Rows that no part holds are empty."""
         dtype, genes = self.value_dtype(stored), self.gene_dtype(n_genes)
         sparse = any(part.genes is not None for part in parts)
         if self.dense and not (self.narrow and sparse):
@@ -88,11 +95,6 @@ class Form:
 
 
 # ---- x with transforms
-
-
-def computing_dtype(dtype: str) -> str:
-    """The dtype in which transforms compute x of a dtype: half floats are rounded afterwards."""
-    return "float32" if dtype in HALVES else dtype
 
 
 @compiled
@@ -138,15 +140,6 @@ def _has_repeats(indptr: NDArray[Any], indices: NDArray[Any]) -> bool:
         if found:
             return True
     return False
-
-
-@compiled
-def _first_unfit(values: NDArray[Any], limits: Limits | None) -> int:
-    """The first value beyond limits, or -1."""
-    for i in range(len(values)):
-        if not fits(values[i], limits):
-            return i
-    return -1
 
 
 def without_zeros(x: CsrArrays) -> CsrArrays:
@@ -204,25 +197,20 @@ class Transforming:
         return self.dense and (self.genes is None or any(each.fills_zeros for each in self.transforms[: self._n_first]))
 
     @property
-    def gathering_dtype(self) -> str:
-        """The dtype in which to gather rows."""
-        return computing_dtype(self.dtype)
-
-    @property
     def gathering(self) -> Form:
         """The form in which to gather rows."""
         empty = self.empty if self.genes is None else np.empty
-        return Form(dense=self.gathers_dense, dtype=self.gathering_dtype, empty=empty)
+        return Form(dense=self.gathers_dense, dtype=self.dtype, empty=empty)
 
     def more_bytes(self, n_rows: int, gathered_bytes: int) -> int:
         """Bytes that making x takes beside the gathered rows, at most."""
         more = 0
         if self.genes is not None:
-            n_bytes = n_rows * len(self.genes) * np.dtype(self.gathering_dtype).itemsize
+            n_bytes = n_rows * len(self.genes) * np.dtype(self.dtype).itemsize
             more = gathered_bytes + n_bytes * (1 if self.dense and not self.gathers_dense else 2)
         if not self.dense and any(transform.makes_zeros for transform in self.transforms):
             more = max(more, gathered_bytes)
-        return more + (gathered_bytes // 2 if self.dtype in HALVES else 0)
+        return more
 
     def x(self, gathered: X, rows: Rows, totals: NDArray[np.float64] | None = None) -> X:
         """x of the gathered rows, which are `rows` of the dataset and have these totals, needed `by_totals` only.
@@ -238,10 +226,8 @@ class Transforming:
             x = self._chosen(self._applied(numbered[: self._n_first], x, rows), rows, self.genes)
             numbered = numbered[self._n_first :]
         x = self._applied(numbered, x, rows)
-        if isinstance(x, CsrArrays):
-            x = without_zeros(x) if any(transform.makes_zeros for transform in self.transforms) else x
-            return replace(x, values=self._narrowed(x.values, x.indptr))
-        return self._narrowed(x, np.arange(len(x) + 1) * x.shape[1])
+        makes_zeros = any(transform.makes_zeros for transform in self.transforms)
+        return without_zeros(x) if makes_zeros and isinstance(x, CsrArrays) else x
 
     def _applied(
         self,
@@ -267,18 +253,6 @@ class Transforming:
         )
         gathered = gather.dense_rows if self.dense else gather.csr_rows
         return gathered([gather.choose(of_all, genes)], len(rows), n_genes=len(genes), dtype=whole.values.dtype.name)
-
-    def _narrowed(self, values: NDArray[Any], starts: NDArray[np.integer]) -> NDArray[Any]:
-        """The values in the dtype of x. Raises RefusedValue for one that it cannot hold."""
-        if self.dtype not in HALVES:
-            return values
-        flat = values.reshape(-1)
-        unfit = _first_unfit(flat, limits_of(values.dtype, self.dtype))
-        if unfit >= 0:
-            row = int(np.searchsorted(starts, unfit, side="right")) - 1
-            why = f"{self.dtype} cannot hold it: choose another dtype, such as 'float32'"
-            raise RefusedValue(row, flat[unfit], why)
-        return narrowed(values, self.dtype)
 
 
 def _summed(x: CsrArrays) -> CsrArrays:

@@ -5,14 +5,13 @@ fetch. A row is the elements `[start, start + length)`. The compiled loops are i
 store in other columns, columns are looked up as they are copied. If genes are left out, the values of the others are
 first packed in their stored dtypes, and then gathered like all other rows.
 
-float16 and bfloat16, with which numba does not compute, are gathered in a wider dtype and rounded once. NumPy has no
-bfloat16, so its arrays hold the bits as uint16, the upper half of a float32.
+Rows of float16 have to be `widened` first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,30 +19,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
-from zloader.reading.few_rows import Columns, Limits
+from zloader.reading.few_rows import Columns
 from zloader.reading.loops import (
     compress_rows,
     copy_rows,
     count_nonzero,
     decode_rows,
-    fits,
-    limits_of,
     map_rows,
     scatter_coded,
     scatter_rows,
     select_columns,
     select_values,
     sort_rows,
-    values_of,
 )
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.coded_rows import Views
 
 Empty = Callable[[int, np.dtype[Any]], NDArray[Any]]  # makes an array of a length and a dtype, with any contents
 _MOST_INT32 = np.iinfo(np.int32).max
-HALVES = ("float16", "bfloat16")
 _ALIGNED = 64  # bytes
 
 
@@ -92,25 +86,19 @@ class StoreRows:
         return found
 
 
-def _bits(values: NDArray[Any]) -> NDArray[Any]:
-    """The values in a dtype that the compiled loops can copy: float16, which numba does not support, as uint16."""
-    return values.view(np.uint16) if values.dtype == np.float16 else values
-
-
 def choose(rows: StoreRows, genes: ChosenGenes, columns: Columns | None = None) -> StoreRows:
     """The rows with the chosen genes as their columns. Values are copied only if a gene is left out, or if dense.
 
     `columns` are those of CSR rows of several stores, whose choices differ from `genes` in nothing else.
     """
     n_rows, n_columns = len(rows.lengths), len(genes)
-    stored, dtype = _bits(rows.values), rows.values.dtype
-    stored_genes = rows.genes
+    stored, stored_genes = rows.values, rows.genes
     if stored_genes is None:
         dense = np.empty((n_rows, n_columns), stored.dtype)
         select_columns(stored, rows.starts[1], genes.positions, dense)
         starts = np.arange(n_rows) * n_columns
         lengths = np.full(n_rows, n_columns)
-        return replace(rows, values=dense.reshape(-1).view(dtype), starts=(starts, starts), lengths=lengths)
+        return replace(rows, values=dense.reshape(-1), starts=(starts, starts), lengths=lengths)
     if columns is None:
         columns = genes.column_of, np.zeros(n_rows, np.int64)
     if genes.takes_all:
@@ -123,7 +111,7 @@ def choose(rows: StoreRows, genes: ChosenGenes, columns: Columns | None = None) 
     return replace(
         rows,
         genes=chosen[: starts[-1]],
-        values=values[: starts[-1]].view(dtype),
+        values=values[: starts[-1]],
         starts=(starts[:-1], starts[:-1]),
         lengths=lengths,
         unsorted=not genes.ascending,
@@ -131,33 +119,13 @@ def choose(rows: StoreRows, genes: ChosenGenes, columns: Columns | None = None) 
 
 
 def widened(rows: StoreRows) -> StoreRows:
-    """The rows, packed and converted to float32 if they are float16."""
+    """The rows, packed and converted to float32 if they are float16, with which numba does not compute."""
     if rows.values.dtype != np.float16:
         return rows
     starts = indptr_of(rows.lengths)
     packed = np.empty(starts[-1], np.uint16)
-    copy_rows(_bits(rows.values), rows.starts[1], rows.lengths, starts[:-1], packed, None)
+    copy_rows(rows.values.view(np.uint16), rows.starts[1], rows.lengths, starts[:-1], packed)
     return replace(rows, values=packed.view(np.float16).astype(np.float32), starts=(rows.starts[0], starts[:-1]))
-
-
-class UnfitValue(Exception):
-    """A stored value that the wanted dtype cannot hold, and its row in the minibatch."""
-
-    def __init__(self, row: int, value: Any) -> None:
-        super().__init__(row, value)
-        self.row, self.value = row, value
-
-
-def _require_fit(part: StoreRows, limits: Limits | None, beyond: int, n_rows: int) -> None:
-    """Raises UnfitValue unless `beyond`, which the kernels return, is -1. Otherwise it is a row of the part."""
-    if beyond >= 0:
-        first = part.starts[1][beyond]
-        if part.coded is None:
-            values = part.values[first : first + part.lengths[beyond]]
-        else:
-            values = values_of(part.coded, first, part.lengths[beyond])
-        value = next(value for value in values if not fits(value, limits))
-        raise UnfitValue(int(np.arange(n_rows)[part.at][beyond]), value)
 
 
 def csr_rows(
@@ -172,34 +140,30 @@ def csr_rows(
     """A minibatch of `n_rows` rows in CSR form. Rows that no part holds are empty.
 
     indptr and indices are int32, as in SciPy and torch's own kernels, or int64 from 2**31 values on. `genes` is another
-    dtype for the indices. `empty` makes the indices and the values. Raises UnfitValue.
+    dtype for the indices. `empty` makes the indices and the values.
     """
-    parts = [widened(part) for part in parts]
     lengths = np.zeros(n_rows, np.int64)
     for part in parts:
         lengths[part.at] = part.n_values()
     indptr = indptr_of(lengths)
     index_dtype = np.int32 if indptr[-1] <= _MOST_INT32 else np.int64
-    gathering = gathering_dtype(dtype, [part.values.dtype for part in parts])
     indices = empty(int(indptr[-1]), genes or np.dtype(index_dtype))
-    values = (np.empty if dtype in HALVES else empty)(int(indptr[-1]), gathering)  # half floats are narrowed later
+    values = empty(int(indptr[-1]), np.dtype(dtype))
     for part in parts:
-        to, limits = indptr[:-1][part.at], limits_of(part.values.dtype, dtype)
+        to = indptr[:-1][part.at]
         if part.coded is not None:
-            beyond = decode_rows(part.coded, part.starts[1], part.lengths, to, (indices, values), limits)
+            decode_rows(part.coded, part.starts[1], part.lengths, to, (indices, values))
         elif part.genes is None:
-            beyond = compress_rows(part.values, part.starts[1], part.lengths, to, indices, values, limits)
+            compress_rows(part.values, part.starts[1], part.lengths, to, indices, values)
         elif part.unsorted:
-            mapped, out = (part.genes, part.columns, n_genes), (indices, values)
-            beyond = sort_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
+            mapped = (part.genes, part.columns, n_genes)
+            sort_rows(mapped, part.values, part.starts, part.lengths, to, (indices, values))
         else:
             if part.columns is None:
-                copy_rows(part.genes, part.starts[0], part.lengths, to, indices, None)
+                copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
             else:
                 map_rows(part.genes, part.starts[0], part.lengths, to, part.columns, indices)
-            beyond = copy_rows(part.values, part.starts[1], part.lengths, to, values, limits)
-        _require_fit(part, limits, beyond, n_rows)
-    values = narrowed(values, dtype)
+            copy_rows(part.values, part.starts[1], part.lengths, to, values)
     return CsrArrays(indptr=indptr.astype(index_dtype), indices=indices, values=values, n_genes=n_genes)
 
 
@@ -218,40 +182,28 @@ def dense_rows(
     """A dense minibatch (`n_rows` x genes). If a gene occurs twice in a CSR row, its values are summed.
 
     Rows that no part holds are zeros. `empty` makes its memory.
-    Raises UnfitValue.
     """
-    parts = [widened(part) for part in parts]
-    gathering = gathering_dtype(dtype, [part.values.dtype for part in parts])
     filled = all(part.genes is None for part in parts) and sum(len(part.lengths) for part in parts) == n_rows
-    out = aligned(np.empty if dtype in HALVES else empty, (n_rows, n_genes), gathering)
+    out = aligned(empty, (n_rows, n_genes), dtype)
     if not filled:
         out.fill(0)
     for part in parts:
-        to, limits = np.arange(n_rows)[part.at], limits_of(part.values.dtype, dtype)
+        to = np.arange(n_rows)[part.at]
         if part.coded is not None:
-            beyond = scatter_coded(part.coded, part.starts[1], part.lengths, to, out, limits)
+            scatter_coded(part.coded, part.starts[1], part.lengths, to, out)
         elif part.genes is None:
-            flat = out.reshape(-1)
-            beyond = copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, flat, limits)
+            copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, out.reshape(-1))
         else:
-            mapped = (part.genes, part.columns)
-            beyond = scatter_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
-        _require_fit(part, limits, beyond, n_rows)
-    try:
-        return narrowed(out, dtype)
-    except FloatingPointError:  # the sum of a gene that occurs twice
-        largest = np.argmax(np.where(np.isfinite(out), np.abs(out), 0))
-        raise UnfitValue(int(largest // n_genes), out.reshape(-1)[largest]) from None
+            scatter_rows((part.genes, part.columns), part.values, part.starts, part.lengths, to, out)
+    return out
 
 
 def compressed(dense: NDArray[Any], *, genes: np.dtype[Any] | None = None) -> CsrArrays:
     """Dense rows in CSR form, in the same dtype. `genes` is the dtype of the indices, as in `csr_rows`."""
     n_rows, n_genes = dense.shape
-    bits, starts = _bits(dense), np.arange(n_rows) * n_genes
-    lengths = np.full(n_rows, n_genes)
-    rows = StoreRows(at=slice(None), genes=None, values=bits.reshape(-1), starts=(starts, starts), lengths=lengths)
-    found = csr_rows([rows], n_rows, n_genes=n_genes, dtype=bits.dtype.name, genes=genes)
-    return replace(found, values=found.values.view(dense.dtype))
+    starts, lengths = np.arange(n_rows) * n_genes, np.full(n_rows, n_genes)
+    rows = StoreRows(at=slice(None), genes=None, values=dense.reshape(-1), starts=(starts, starts), lengths=lengths)
+    return csr_rows([rows], n_rows, n_genes=n_genes, dtype=dense.dtype.name, genes=genes)
 
 
 def cut_apart(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[MinibatchArrays]:
@@ -281,61 +233,3 @@ def csr_cut_apart(x: CsrArrays, cuts: Sequence[int]) -> Iterator[CsrArrays]:
     for first, last, begin, end in zip(cuts, cuts[1:], places, places[1:], strict=False):
         indptr = x.indptr[first : last + 1] - x.indptr[first]
         yield CsrArrays(indptr=indptr, indices=x.indices[begin:end], values=x.values[begin:end], n_genes=x.n_genes)
-
-
-# ---- half floats
-
-
-def gathering_dtype(dtype: str, stored: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
-    """The dtype in which to gather values that become `dtype`.
-
-    For half floats it holds the stored values exactly, because rounding a value twice may change its last bit.
-    """
-    if dtype not in HALVES:
-        return np.dtype(dtype)
-    exact = all(np.can_cast(each, np.float32, "safe") for each in stored)
-    return np.dtype(np.float32 if exact else np.float64)
-
-
-def value_bytes(dtype: str, stored: Iterable[np.dtype[Any]]) -> int:
-    """Bytes per value while a minibatch is gathered."""
-    return gathering_dtype(dtype, stored).itemsize + (2 if dtype in HALVES else 0)
-
-
-def narrowed(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The gathered values in `dtype`, rounded to nearest, ties to even.
-
-    Raises FloatingPointError if a finite value is infinite as float16, as sums of repeated genes may be.
-    """
-    if dtype not in HALVES:
-        return values
-    with np.errstate(over="raise"):
-        if dtype == "float16":
-            return values.astype(np.float16)
-        single = values if values.dtype == np.float32 else _rounded_to_odd(values)
-    out = np.empty(values.shape, np.uint16)
-    _round_to_bfloat16(single.reshape(-1).view(np.uint32), out.reshape(-1))
-    return out
-
-
-def _rounded_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """float64 as float32 such that rounding the result again gives the same as rounding `values` at once.
-
-    Inexact values are rounded towards zero, and their last bit is set, which breaks ties in the right direction
-    (Boldo and Melquiond 2008, Emulation of FMA and correctly rounded sums).
-    """
-    single = values.astype(np.float32)
-    bits = single.view(np.uint32)
-    bits -= np.abs(single) > np.abs(values)
-    bits |= single != values  # compares the truncated value
-    return single
-
-
-@compiled
-def _round_to_bfloat16(bits: NDArray[np.uint32], out: NDArray[np.uint16]) -> None:
-    for i in range(len(bits)):
-        word = bits[i]
-        if (word & 0x7FFFFFFF) > 0x7F800000:  # NaN, which rounding up could turn into another value
-            out[i] = (word >> 16) | 0x40
-        else:
-            out[i] = (word + 0x7FFF + ((word >> 16) & 1)) >> 16

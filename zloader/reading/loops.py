@@ -1,14 +1,11 @@
-"""The compiled loops of a gather: rows copied, checked against limits, and their genes turned into columns of x. Pure.
+"""The compiled loops of a gather: rows are copied, and their genes turned into columns of x. Pure.
 
 The loops release the GIL and run over local slice views, which LLVM vectorises: this is twice as fast as slice
-assignment. They convert values to the wanted dtype as they copy them. If it cannot hold every stored value, the same
-loop compares them with limits, because a second loop would read memory twice.
+assignment. They convert values to the wanted dtype as they copy them.
 """
 
 from __future__ import annotations
 
-import functools
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,70 +14,8 @@ from numpy.typing import NDArray
 from zloader.common.compiled import compiled, compiled_after, count_bits
 from zloader.common.records import Rows
 from zloader.reading import few_rows
-from zloader.reading.few_rows import Columns, Limits
+from zloader.reading.few_rows import Columns
 from zloader.storage.coded_rows import Views, take_genes, take_values
-
-_BFLOAT16 = SimpleNamespace(max=(2 - 2**-7) * 2.0**127, maxexp=128, nmant=7)  # as in np.finfo
-
-
-# ---- values within limits
-
-
-@functools.cache
-def limits_of(stored: np.dtype[Any], wanted: str) -> Limits | None:
-    """The limits within which a stored value fits into the dtype `wanted`, or None if all values fit.
-
-    Whole numbers are rounded to the nearest float, and floats to a lower precision, but a finite value must not become
-    infinite. Only whole numbers within its range fit into an integer.
-    """
-    if wanted == "bfloat16":
-        return _limits_of_float(stored, _BFLOAT16)
-    if np.dtype(wanted).kind == "f":
-        return _limits_of_float(stored, np.finfo(wanted))
-    if np.can_cast(stored, wanted, "safe"):
-        return None
-    to = np.iinfo(np.dtype(wanted))
-    if stored.kind == "f":
-        most = stored.type(to.max)
-        if float(most) > to.max:
-            most = np.nextafter(most, stored.type(0))
-        return stored.type(to.min), most, True
-    of_stored = np.iinfo(stored)
-    return stored.type(max(to.min, of_stored.min)), stored.type(min(to.max, of_stored.max)), False
-
-
-def _limits_of_float(stored: np.dtype[Any], of: Any) -> Limits | None:
-    # Half a step above the largest value is the smallest value that is rounded to infinity.
-    infinite = float(of.max) + 2.0 ** (of.maxexp - of.nmant - 2)
-    if stored.kind == "b" or float((np.finfo if stored.kind == "f" else np.iinfo)(stored).max) < infinite:
-        return None
-    if stored.kind == "f":
-        most = np.nextafter(stored.type(infinite), stored.type(0))
-        return -most, most, False
-    most = int(infinite) - 1
-    return stored.type(max(np.iinfo(stored).min, -most)), stored.type(most), False
-
-
-@compiled_after(few_rows.fits)
-def fits(value: Any, limits: Limits | None) -> Any:
-    """Whether a value is within limits. If `limits` is None, this compiles to nothing."""
-    if limits is None:
-        return True
-    least, most, whole = limits
-    within = (value >= least) & (value <= most)
-    if whole:
-        return within & (np.floor(value) == value)
-    return within | (value - value != 0)  # NaN and infinities stay as they are
-
-
-@compiled
-def all_fit(values: NDArray[Any], limits: Limits | None) -> bool:
-    """Whether all values are within limits."""
-    fit = True
-    for i in range(len(values)):
-        fit &= fits(values[i], limits)
-    return fit
-
 
 # ---- genes as columns
 
@@ -154,9 +89,8 @@ def sort_rows(
     lengths: Rows,
     at: Rows,
     out: tuple[NDArray[Any], NDArray[Any]],
-    limits: Limits | None,
-) -> int:
-    """Copies rows by ascending column until one has a value beyond the limits. Returns that row, or -1 if all fit.
+) -> None:
+    """Copies rows by ascending column.
 
     `mapped` has the genes, their columns in x (None if they are the columns) and the number of columns. `out` has the
     columns and values of x. Values of the same column keep their order.
@@ -174,8 +108,6 @@ def sort_rows(
         n, column_of = lengths[row], columns_in(columns_of, row)
         stored = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
-        if not all_fit(taken, limits):
-            return row
         to_columns, to_values = out[0][at[row] : at[row] + n], out[1][at[row] : at[row] + n]
         for i in range(n):
             column = np.uint64(column_in(column_of, stored[i]))
@@ -196,7 +128,6 @@ def sort_rows(
             for i in range(n):
                 to_columns[i], to_values[i] = columns[order[i]], taken[order[i]]
         present[:] = 0
-    return -1
 
 
 @compiled
@@ -224,21 +155,13 @@ def ascend_strictly(indptr: NDArray[Any], columns: NDArray[Any]) -> bool:
 
 
 @compiled_after(few_rows.copy_rows)
-def copy_rows(
-    source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None
-) -> int:
-    """Copies rows until one has a value beyond the limits. Returns that row, or -1 if all values fit."""
+def copy_rows(source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any]) -> None:
     for row in range(len(starts)):
         n = lengths[row]
         taken = source[starts[row] : starts[row] + n]
         given = out[at[row] : at[row] + n]
-        fit = True
         for i in range(n):
-            fit &= fits(taken[i], limits)
             given[i] = taken[i]
-        if not fit:
-            return row
-    return -1
 
 
 @compiled_after(few_rows.scatter_rows)
@@ -249,19 +172,15 @@ def scatter_rows(
     lengths: Rows,
     at: Rows,
     out: NDArray[Any],
-    limits: Limits | None,
-) -> int:
+) -> None:
     genes, columns_of = mapped
     for row in range(len(lengths)):
         n, column_of = lengths[row], columns_in(columns_of, row)
         columns = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
-        if not all_fit(taken, limits):
-            return row
         given = out[at[row]]
         for i in range(n):
             given[column_in(column_of, columns[i])] += given.dtype.type(taken[i])
-    return -1
 
 
 @compiled
@@ -282,69 +201,37 @@ def compress_rows(
     at: Rows,
     out_indices: NDArray[Any],
     out_values: NDArray[Any],
-    limits: Limits | None,
-) -> int:
+) -> None:
     for row in range(len(starts)):
         taken = source[starts[row] : starts[row] + lengths[row]]
-        if not all_fit(taken, limits):
-            return row
         to = at[row]
         for i in range(len(taken)):
             if taken[i] != 0:
                 out_indices[to] = i
                 out_values[to] = taken[i]
                 to += 1
-    return -1
 
 
 # ---- coded rows
 
 
 @compiled
-def _values_within(rows: Views, head: int, at: int, given: NDArray[Any], limits: Limits | None) -> bool:
-    """Decodes the values of a row, and says whether all of them are within the limits."""
-    if limits is None:
-        take_values(rows, head, at, given)
-        return True
-    stored = np.empty(len(given), rows[2].dtype)
-    take_values(rows, head, at, stored)
-    for i in range(len(given)):
-        given[i] = stored[i]
-    return all_fit(stored, limits)
-
-
-@compiled
-def decode_rows(
-    rows: Views, heads: Rows, lengths: Rows, at: Rows, out: tuple[NDArray[Any], NDArray[Any]], limits: Limits | None
-) -> int:
-    """Decodes rows until one has a value beyond the limits. Returns that row, or -1 if all values fit."""
+def decode_rows(rows: Views, heads: Rows, lengths: Rows, at: Rows, out: tuple[NDArray[Any], NDArray[Any]]) -> None:
     genes, values = out
     for row in range(len(heads)):
         n, to = lengths[row], at[row]
         end = take_genes(rows, heads[row], genes[to : to + n])
-        if not _values_within(rows, heads[row], end, values[to : to + n], limits):
-            return row
-    return -1
+        take_values(rows, heads[row], end, values[to : to + n])
 
 
 @compiled
-def scatter_coded(rows: Views, heads: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None) -> int:
+def scatter_coded(rows: Views, heads: Rows, lengths: Rows, at: Rows, out: NDArray[Any]) -> None:
     most = lengths.max() if len(lengths) else 0
     columns, values = np.empty(most, np.uint32), np.empty(most, out.dtype)
     for row in range(len(heads)):
         n = lengths[row]
         end = take_genes(rows, heads[row], columns[:n])
-        if not _values_within(rows, heads[row], end, values[:n], limits):
-            return row
+        take_values(rows, heads[row], end, values[:n])
         given = out[at[row]]
         for i in range(n):
             given[columns[i]] += values[i]
-    return -1
-
-
-@compiled
-def values_of(rows: Views, head: int, length: int) -> NDArray[Any]:
-    """The values of a row in the stored dtype."""
-    genes, values = np.empty(length, rows[1].dtype), np.empty(length, rows[2].dtype)
-    take_values(rows, head, take_genes(rows, head, genes), values)
-    return values

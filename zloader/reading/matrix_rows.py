@@ -213,24 +213,15 @@ class LoadedRows:
     tables: Rows
     totals: NDArray[np.float64]
 
-    def x(self, taken: Rows, rows: Rows, form: Form) -> X:
-        """x for the positions `taken` of the fetch, which are `rows` of the dataset.
-
-        Raises OptionError for a value that the dtype of `form` cannot hold.
-        """
+    def x(self, taken: Rows, form: Form) -> X:
+        """x for the positions `taken` of the fetch."""
         parts = [self._rows_of(number, taken[here], here) for number, here in self._stores(taken)]
         n_genes, stored = self.planned.parts[0].n_columns, self.planned.stored
-        try:
-            return form.gathered(parts, len(taken), n_genes=n_genes, stored=stored)
-        except gather.UnfitValue as unfit:
-            raise OptionError(
-                f"{self._found(unfit.value, unfit.row, taken, rows)}, which {form.dtype} cannot hold: choose another "
-                "dtype, such as 'float64'"
-            ) from None
+        return form.gathered(parts, len(taken), n_genes=n_genes, stored=stored)
 
     def transformed(self, taken: Rows, rows: Rows, transforming: Transforming) -> X:
-        """As `x`, with transforms. Raises OptionError for a value that one of them cannot take."""
-        gathered = self.x(taken, rows, transforming.gathering)
+        """As `x`, with transforms, for `rows` of the dataset. Raises OptionError for a value that one cannot take."""
+        gathered = self.x(taken, transforming.gathering)
         try:
             return transforming.x(gathered, rows, self.totals[taken])
         except RefusedValue as refused:
@@ -256,13 +247,15 @@ class LoadedRows:
     def _rows_of(self, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
         """The rows at positions `taken` of the fetch, all from united stores, which go to `at` in the minibatch."""
         stores = self.stores[number]
-        rows = gather.StoreRows(
-            at=at,
-            genes=stores.genes,
-            values=stores.values,
-            starts=(self.starts[0][taken], self.starts[1][taken]),
-            lengths=self.planned.lengths[taken],
-            coded=stores.coded,
+        rows = gather.widened(
+            gather.StoreRows(
+                at=at,
+                genes=stores.genes,
+                values=stores.values,
+                starts=(self.starts[0][taken], self.starts[1][taken]),
+                lengths=self.planned.lengths[taken],
+                coded=stores.coded,
+            )
         )
         if stores.chosen is None:
             return rows

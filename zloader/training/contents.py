@@ -180,6 +180,8 @@ class Contents:
         for name in self.x.loaded:
             matrices.layouts(name)  # raises for a matrix that cannot be read
             matrices.chosen(name)
+        for name in self.x.names:
+            matrices.require_dtype(name, self.form.dtype)
         self.tokenizer = bound_tokenizer(self.x.tokens, self.dataset, self.form.layout)
         dense, dtype = self.form.layout == "dense", self.form.dtype or "float32"
         self._transforming = {

@@ -52,8 +52,8 @@ class Delivery:
             return x
         dtype = getattr(torch, self.dtype)
         if not isinstance(x, PackedRows):
-            return _converted(x, dtype)
-        x = PackedRows(x.indptr, x.genes, _converted(x.values, dtype), x.n_genes)
+            return x.to(dtype)
+        x = PackedRows(x.indptr, x.genes, x.values.to(dtype), x.n_genes)
         return x.csr(dtype) if self.layout == "csr" else dense_of_distinct(x, dtype)
 
     def n_bytes(self, x: Any) -> int:
@@ -64,12 +64,6 @@ class Delivery:
             return 0 if x is None else int(x.nbytes)
         n_values = len(x.values) if isinstance(x, PackedRows) and self.layout == "csr" else int(np.prod(x.shape))
         return n_values * (int(getattr(torch, self.dtype).itemsize) + (4 if self.layout == "csr" else 0))
-
-
-def _converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype == torch.bfloat16 and values.dtype == torch.uint16:  # the gather has converted them, to its bits
-        return values.view(torch.int16).view(torch.bfloat16)
-    return values.to(dtype)
 
 
 class _Lease:

@@ -28,11 +28,11 @@ class Framework(ABC):
 
     @abstractmethod
     def dense(self, values: NDArray[Any]) -> Any:
-        """An array of values of x, where uint16 are the bits of bfloat16."""
+        """An array of values of x."""
 
     @abstractmethod
     def csr(self, x: CsrArrays) -> Any:
-        """x in CSR form, where values of uint16 are the bits of bfloat16."""
+        """x in CSR form."""
 
     @abstractmethod
     def packed(self, x: CsrArrays) -> Any:
@@ -105,7 +105,3 @@ class NumPy(Framework):
                 f"NumPy has no devices: leave device={device!r:.100} out, or take framework='torch' or 'jax'"
             )
         return None
-
-    def require_dtype(self, dtype: str | None) -> None:
-        if dtype == "bfloat16":
-            raise OptionError("NumPy has no bfloat16: take dtype='float16' or 'float32', or framework='jax'")

@@ -101,8 +101,8 @@ class Loader(_Dataset):
         tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens`.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"packed"` (PackedRows,
             in the stored dtypes, or float32 with transforms), `"scipy"` (CSR matrix) or `"anndata"`.
-        dtype: the dtype of x: `"float16"`, `"bfloat16"`, `"float32"` (the default), `"float64"`, `"int32"` or
-            `"int64"`, or such a dtype of torch or NumPy. Layout packed takes none. Half floats need csr or dense.
+        dtype: the dtype of x: `"float32"` (the default), `"float64"`, `"int32"` or `"int64"`, or such a dtype of torch
+            or NumPy. An integer dtype has to hold every value of the stored one. Layout packed takes none.
         transforms: objects of zl.transforms, such as `[zl.transforms.LogNormalize(1e4)]`, that change x while it is
             gathered, in this order. A list is for every matrix; a dict has a list for each matrix by name.
         fetch_transform: a function of your own from some minibatches, as one Minibatch, to one with the same rows.
@@ -132,7 +132,7 @@ class Loader(_Dataset):
         options: memory, threads, retries and deadlines of reads (see FetchOptions).
 
     Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError,
-    OptionError for a value that `dtype` cannot hold or a transform cannot take, and the errors of your own functions.
+    OptionError for a value that a transform cannot take, and the errors of your own functions.
     """
 
     dataset: Dataset

@@ -20,11 +20,10 @@ from zloader.common.messages import listed, suggestion
 from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
 from zloader.reading import gather
-from zloader.reading.gather import HALVES
 from zloader.training.frameworks import Framework
 from zloader.training.tokens import Tokens
 
-DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+DTYPES = ("float32", "float64", "int32", "int64")
 
 if TYPE_CHECKING:
     import torch
@@ -282,13 +281,12 @@ def usable_dtype(dtype: Any, layout: str) -> str | None:
                 "minibatch.x.csr, dense or padded"
             )
         return None
-    name = "float32" if dtype is None else name_of_dtype(DTYPES, dtype=dtype)
-    if layout in ("scipy", "anndata") and name in HALVES:
+    if "float16" in str(dtype):
         raise OptionError(
-            f"layout={layout!r} cannot hold {name}, because SciPy does not compute with it: take layout='csr' or "
-            "'dense', or dtype='float32'"
+            f"half floats are made on the device: leave dtype={dtype!r:.100} out, and convert x there, as "
+            "minibatch.x.to(torch.bfloat16) does (docs/howto/mixed_precision.md)"
         )
-    return name
+    return "float32" if dtype is None else name_of_dtype(DTYPES, dtype=dtype)
 
 
 def _pinned(tensor: Any) -> Any:

@@ -8,7 +8,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
@@ -30,8 +29,6 @@ class Torch(Framework):
         return torch.from_numpy(values)
 
     def dense(self, values: NDArray[Any]) -> torch.Tensor:
-        if values.dtype == np.uint16:  # the bits of bfloat16
-            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(values)
 
     def csr(self, x: CsrArrays) -> torch.Tensor:

@@ -44,7 +44,7 @@ class RowValues:
     >>> x.values, x.starts, x.columns
     (array([3., 0., 2.]), array([0, 3]), None)
 
-    - `values`: one-dimensional, in the dtype in which the loader computes: float32 for float16 and bfloat16.
+    - `values`: one-dimensional, in the dtype of x.
     - `starts`: int64, one more than there are rows.
     - `columns`: the column of each value in CSR form, where most zeros are left out; None if the rows are dense.
     - `rows`: the rows of the whole dataset, int64.

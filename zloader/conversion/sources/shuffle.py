@@ -126,9 +126,7 @@ class ShuffledMatrix(SourceMatrix):
             block = np.empty(max(min(_BLOCK_ELEMENTS, len(source)), lengths.max(initial=0)), dtype)
             for first, last in split_rows(indptr, _BLOCK_ELEMENTS):
                 out = block[: indptr[last] - indptr[first]]
-                copy_rows(
-                    source, starts[first:last], lengths[first:last], indptr[first:last] - indptr[first], out, None
-                )
+                copy_rows(source, starts[first:last], lengths[first:last], indptr[first:last] - indptr[first], out)
                 elements.write(column, out)
         elements.end_section(indptr[cuts])
         self._section, self._section_bytes = [], 0
