@@ -1,4 +1,4 @@
-"""Compiled loops that both tokenizers need: the known genes of a row, their order by value, and random words. Pure."""
+"""Compiled loops that both tokenizers need: the known genes of a row, and their order by value. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.order.permutation import GOLDEN, mix_word
 
 _U64 = np.uint64
 _HALF = _U64(32)
@@ -17,18 +16,6 @@ _N_DIGITS = 1 << 11
 _LAST_DIGIT = _U64(_N_DIGITS - 1)
 _KEYS = _U64(1) << (_DIGIT + _DIGIT)
 _LONG = 64  # places that insertion may move a value; it takes quadratic time
-
-
-@compiled
-def word_at(key: Any, counter: Any) -> Any:
-    """`words_at` of zloader.order.permutation for a single counter."""
-    return mix_word(_U64(key) + GOLDEN * _U64(counter))  # type: ignore[arg-type]
-
-
-@compiled
-def part_of(word: Any, n: Any) -> Any:
-    """A whole number below `n` (at most 2**32) from a random word, each with the same probability."""
-    return np.int64(((word >> _HALF) * _U64(n)) >> _HALF)
 
 
 @compiled

@@ -16,13 +16,25 @@ from zloader.common.checks import is_number, require_flag, require_one_of, requi
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows
-from zloader.order.permutation import key_of
-from zloader.tokenizers.counts import known_genes, part_of, sort_down, word_at
+from zloader.order.permutation import GOLDEN, key_of, mix_word
+from zloader.tokenizers.counts import known_genes, sort_down
 from zloader.tokenizers.tokenizer import BoundTokenizer, RaggedTokens, TokenOptions
 from zloader.tokenizers.vocabulary import GeneNames, Given, dictionary, gene_tokens, token_id
 
 _U64 = np.uint64
 _TABLE = 4096  # smaller whole numbers are counted; the table fits into the L1 cache
+
+
+@compiled
+def _word_at(key: Any, counter: Any) -> Any:
+    """`words_at` of zloader.order.permutation for a single counter."""
+    return mix_word(_U64(key) + GOLDEN * _U64(counter))  # type: ignore[arg-type]
+
+
+@compiled
+def _part_of(word: Any, n: Any) -> Any:
+    """A whole number below `n` (at most 2**32) from a random word, each with the same probability."""
+    return np.int64(((word >> _U64(32)) * _U64(n)) >> _U64(32))
 
 
 @compiled
@@ -75,18 +87,18 @@ def bin_rows(
             ids[to], values[to] = cls, 0
             to += 1
         left = min(kept, most)
-        choosing, binning = word_at(keys[0], numbers[row]), word_at(keys[1], numbers[row])
+        choosing, binning = _word_at(keys[0], numbers[row]), _word_at(keys[1], numbers[row])
         for k in range(kept):
             if left == 0:
                 break
             # Each of the genes that are left is chosen with the same probability (Knuth's algorithm S).
-            if sample and left < kept - k and part_of(word_at(choosing, k), kept - k) >= left:
+            if sample and left < kept - k and _part_of(_word_at(choosing, k), kept - k) >= left:
                 continue
             left -= 1
             ids[to] = token_of[slots[k]]
             if len(quantiles):
                 bins = last_bin[which[k]] - first_bin[which[k]]
-                back = part_of(word_at(binning, k), bins) if both and bins > 1 else 0
+                back = _part_of(_word_at(binning, k), bins) if both and bins > 1 else 0
                 values[to] = last_bin[which[k]] - back
             else:
                 values[to] = _scaled(amounts[k], scale, log1p)
