@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from sources import full_anndata
 
 from zloader.common.errors import SourceError
+from zloader.conversion.convert import convert
 from zloader.conversion.joining.union import is_storable, kind_of, storable, stored_kind, unite
 from zloader.conversion.sources.inputs import open_inputs
+from zloader.conversion.verify import verify
 
 
 def concatenated(columns, lengths):
@@ -216,3 +218,66 @@ def test_metadata_of_a_file_tell_the_kinds_of_its_columns(write, tmp_path):
     with source:
         for name in source.obs_columns:
             assert stored_kind(source.node(f"obs/{name}")) == kind_of(source.obs_column(name))
+
+
+LARGE = [2**60 + 1, 2**60 + 3]
+NEXT_TO_LARGE = {
+    "absent": (None, "Int64"),
+    "no values": (series([None, None], "category"), "Int64"),
+    "NaN": (series([np.nan, np.nan], "float64"), "Int64"),
+    "missing": (series([None, 5], "Int64"), "Int64"),
+    "int32": (series([1, 2], "int32"), "int64"),
+    "uint64": (series([2**63 + 5, 1], "uint64"), "uint64"),
+    "categories": (series([2**60 + 1, 7], "category"), "int64"),
+}
+
+
+@pytest.mark.parametrize(("other", "dtype"), NEXT_TO_LARGE.values(), ids=NEXT_TO_LARGE.keys())
+def test_integers_that_a_float_would_round_stay_integers(other, dtype):
+    for columns in ([series(LARGE, "int64"), other], [other, series(LARGE, "int64")]):
+        values = [None if pd.isna(value) else int(value) for column in columns for value in with_two_rows(column)]
+        united = unite(columns, [2, 2])
+        assert united.dtype == dtype
+        assert [None if pd.isna(value) else int(value) for value in united] == values
+
+
+def with_two_rows(column):
+    return [None, None] if column is None else list(column)
+
+
+@pytest.mark.parametrize(
+    "other", [series([0.5, 2], "float64"), series([1, None], "Float64"), series([1.5], "category")]
+)
+def test_integers_that_a_float_would_round_are_refused_next_to_floats(other):
+    with pytest.raises(SourceError, match=f"no dtype holds {LARGE[1]} and the other values exactly"):
+        unite([series(LARGE, "int64"), other], [2, len(other)])
+    with pytest.raises(SourceError, match=f"no dtype holds {2**63} and the other values exactly"):
+        unite([series([-1], "int64"), series([2**63], "uint64")], [1, 1])
+
+
+def test_large_categories_stay_distinct():
+    united = unite([series([*LARGE], "category"), series([2**63, None], pd.CategoricalDtype([2**63]))], [2, 2])
+    assert united.tolist()[:3] == [*LARGE, 2**63]
+    assert storable(pd.Series([LARGE[0], None], dtype=object))[0] == LARGE[0]
+
+
+@pytest.mark.parametrize("other", ["absent", "no values", "NaN"])
+def test_large_ids_of_several_files_are_stored_as_they_are(other, tmp_path):
+    for name, column in {"a": series(LARGE, "int64"), "b": NEXT_TO_LARGE[other][0]}.items():
+        obs = pd.DataFrame(index=[f"{name}0", f"{name}1"])
+        if column is not None:
+            obs["id"] = column.array
+        ad.AnnData(np.ones((2, 1), np.float32), obs=obs, var=pd.DataFrame(index=["g"])).write_h5ad(tmp_path / name)
+    sources = [tmp_path / "a", tmp_path / "b"]
+    convert(sources, tmp_path / "ab.zarr", progress=False)
+    assert ad.read_zarr(tmp_path / "ab.zarr").obs["id"].tolist() == [*LARGE, pd.NA, pd.NA]
+    assert verify(tmp_path / "ab.zarr", against=sources, progress=False).problems == ()
+
+
+def test_large_ids_next_to_floats_are_refused_with_their_files(tmp_path):
+    for name, values in {"a": LARGE, "b": [0.5, 1]}.items():
+        obs = pd.DataFrame({"id": values}, index=["0", "1"])
+        ad.AnnData(np.ones((2, 1), np.float32), obs=obs, var=pd.DataFrame(index=["g"])).write_h5ad(tmp_path / name)
+    with pytest.raises(SourceError, match=r"obs column 'id' \(int64 in .*a, float64 in .*b\): no dtype holds"):
+        convert([tmp_path / "a", tmp_path / "b"], tmp_path / "ab.zarr", progress=False)
+    assert not (tmp_path / "ab.zarr").exists()

@@ -171,7 +171,7 @@ def _nullable(name: str, column: Any) -> NDArray[Any]:
     dtype, missing = column.dtype.numpy_dtype, np.asarray(column.isna())
     if not missing.any():
         return np.asarray(column.to_numpy(dtype=dtype))
-    large = _beyond_float64(column[~missing].to_numpy(dtype=dtype))
+    large = beyond_float64(column[~missing].to_numpy(dtype=dtype))
     if large is not None:
         raise OptionError(
             f"obs column {name!r} holds {large} and missing values: no dtype of a tensor holds both. Fill in the "
@@ -180,7 +180,7 @@ def _nullable(name: str, column: Any) -> NDArray[Any]:
     return np.asarray(column.to_numpy(dtype="float64", na_value=np.nan))
 
 
-def _beyond_float64(values: NDArray[Any]) -> np.integer | None:
+def beyond_float64(values: NDArray[Any]) -> np.integer | None:
     """An integer outside the range in which float64 is exact, or None."""
     if values.dtype.kind not in "iu" or values.size == 0:
         return None
@@ -203,7 +203,7 @@ def require_exact(name: str, arrays: Sequence[NDArray[Any]]) -> None:
 def _changed(array: NDArray[Any], common: np.dtype[Any]) -> Any:
     """A value that `common` cannot represent, or None."""
     if common.kind == "f":
-        return _beyond_float64(array)
+        return beyond_float64(array)
     if not is_time(common) or array.dtype == common:
         return None
     bounds = (np.fmin.reduce(array), np.fmax.reduce(array)) if array.size else ()

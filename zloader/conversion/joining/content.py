@@ -153,13 +153,20 @@ class Content:
         if name == self._selection.source_column:
             codes = np.repeat(np.arange(len(lengths)), lengths)
             return pd.Series(pd.Categorical.from_codes(codes, [source.label for source in self._sources]), name=name)
+        with_dtypes = f"obs column {name!r}"
         try:
             if self._single is not None:
                 return storable(self._single.obs_column(name))
             columns = [source.obs_column(name) if name in source.obs_columns else None for source in self._sources]
+            held = {
+                one.name: str(found.dtype)
+                for one, found in zip(self._sources, columns, strict=True)
+                if found is not None
+            }
+            with_dtypes = f"obs column {name!r} ({by_source(held)})"
             return unite(columns, lengths).rename(name)
         except SourceError as error:
-            raise SourceError(f"obs column {name!r}: {error}") from error
+            raise SourceError(f"{with_dtypes}: {error}") from error
 
     def matrices(self, window_bytes: int) -> Iterator[SourceMatrix]:
         """Opens X, the layers, raw/X, then the matrices of obsm and obsp, without reading them. Raises SourceError."""

@@ -13,9 +13,11 @@ from typing import Any
 import anndata as ad
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from pandas.api import types
 
 from zloader.common.errors import SourceError
+from zloader.selecting.columns import beyond_float64
 
 NOTHING = "no values"
 _TEXT, _TRUTH, _NUMBERS = "text", "true or false", "numbers"
@@ -71,9 +73,11 @@ def unite(columns: Sequence[pd.Series | None], lengths: Sequence[int]) -> pd.Ser
     """Concatenates the columns of sources with `lengths` rows into one with a RangeIndex; None marks a missing column.
 
     The result equals that of `anndata.concat(join="outer")`: categories are merged and sorted, bools with missing
-    values become nullable, integers with missing values become floats. It differs in two points: objects get a dtype
-    that can be stored, and a column without any value does not affect the dtype. Raises SourceError for mixed kinds.
+    values become nullable, integers with missing values become floats. It differs in three points: objects get a dtype
+    that can be stored, a column without any value does not affect the dtype, and integers that a float would round stay
+    integers. Raises SourceError for mixed kinds, and for such integers next to floats.
     """
+    columns = _exact(columns, lengths)
     if len({kind_of(column) for column in columns if column is not None} - {NOTHING}) > 1:
         columns = [None if column is None or column.isna().all() else column for column in columns]
     present = [column for column in columns if column is not None]
@@ -88,6 +92,52 @@ def unite(columns: Sequence[pd.Series | None], lengths: Sequence[int]) -> pd.Ser
         warnings.simplefilter("ignore", FutureWarning)  # about empty columns and the resulting dtype
         united = pd.concat(frames, ignore_index=True)["column"]
     return storable(united)
+
+
+def _exact(columns: Sequence[pd.Series | None], lengths: Sequence[int]) -> Sequence[pd.Series | None]:
+    """The columns, cast to one dtype of integers if a float, which anndata may make of them, would round one.
+
+    Raises SourceError if there is no such dtype.
+    """
+    having = [column for column in columns if column is not None and column.notna().any()]
+    integers = [found for found in map(_integers, having) if found is not None]
+    if all(beyond_float64(found) is None for found in integers):
+        return columns
+    low, high = min(int(found.min()) for found in integers), max(int(found.max()) for found in integers)
+    common = np.result_type(*(found.dtype for found in integers))
+    if common.kind == "f":
+        common = np.dtype(np.uint64 if low >= 0 else np.int64)
+    if len(integers) < len(having) or not np.iinfo(common).min <= low <= high <= np.iinfo(common).max:
+        raise SourceError(
+            f"no dtype holds {high if high > -low else low} and the other values exactly. Store the column with the "
+            "same dtype in all sources, or list the columns to store with select=zl.Selection(obs=[...]) (--obs a,b)"
+        )
+    if all(isinstance(column.dtype, pd.CategoricalDtype) for column in having):
+        cast = [column.cat.rename_categories(column.cat.categories.astype(common)) for column in having]
+    else:
+        missing = len(having) < len(columns) or any(column.isna().any() for column in having)
+        plain = all(isinstance(_dtype_of(column), np.dtype) for column in having)
+        target: Any = (
+            common if plain and not missing else f"{'U' if common.kind == 'u' else ''}Int{8 * common.itemsize}"
+        )
+        cast = [pd.Series(pd.array(column.array, dtype=target)) for column in having]
+    exact = iter(cast)
+    made = [next(exact) if any(column is each for each in having) else None for column in columns]
+    nothing = pd.Series(dtype=cast[0].dtype)
+    return [nothing.reindex(range(n)) if column is None else column for column, n in zip(made, lengths, strict=True)]
+
+
+def _dtype_of(column: pd.Series) -> Any:
+    """The dtype of the values of a column; of a categorical, that of its categories."""
+    return column.cat.categories.dtype if isinstance(column.dtype, pd.CategoricalDtype) else column.dtype
+
+
+def _integers(column: pd.Series) -> NDArray[np.integer] | None:
+    """The integers, or categories of integers, of a column that has values; None for any other."""
+    values = pd.Series(column.cat.categories) if isinstance(column.dtype, pd.CategoricalDtype) else column.dropna()
+    if types.is_object_dtype(values.dtype):
+        values = values.infer_objects()
+    return values.to_numpy(getattr(values.dtype, "numpy_dtype", None)) if types.is_integer_dtype(values.dtype) else None
 
 
 def _as_frame(column: pd.Series, dtype: Any) -> pd.DataFrame:
@@ -118,7 +168,9 @@ def storable(column: pd.Series) -> pd.Series:
         return column if found.dtype == categories.dtype else column.cat.rename_categories(found)
     if not types.is_object_dtype(column.dtype):
         return column
-    found = column.infer_objects()
+    integers = _integers(column)
+    rounded = integers is not None and beyond_float64(integers) is not None and column.isna().any()
+    found = column if rounded else column.infer_objects()
     if not types.is_object_dtype(found.dtype):
         return found
     inferred = types.infer_dtype(found, skipna=True)
