@@ -41,8 +41,7 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.convert import convert_to
-from zloader.conversion.writing.destination import PendingStore
-from zloader.conversion.writing.ownership import MARKER
+from zloader.conversion.writing.destination import MARKER, PendingStore
 
 # ---- interruption
 

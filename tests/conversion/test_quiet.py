@@ -38,8 +38,7 @@ from zloader.conversion.writing.object_writer import (
     run_to_completion,
     translated,
 )
-from zloader.conversion.writing.passes import Target
-from zloader.conversion.writing.shards import ShardWriter, threads
+from zloader.conversion.writing.passes import MatrixWriter, ShardWriter, threads
 from zloader.storage.metadata import layout_of
 
 DEADLINE_S = 60
@@ -352,7 +351,7 @@ def test_ctrl_c_ends_what_reads_shards_back(tmp_path: Path, monkeypatch: pytest.
 
     def check() -> None:
         with threads(location.url) as pool, progress_bars(shown=False) as bars:
-            Target(
+            MatrixWriter(
                 root=zarr.create_group(MemoryStore()),
                 location=location,
                 options=SMALL,

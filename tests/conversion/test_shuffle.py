@@ -63,7 +63,7 @@ def oracle(x: Any) -> Any:
 
 
 def both_passes(matrix: ShuffledMatrix) -> None:
-    consumed(matrix.first_pass(lambda _: None))
+    consumed(matrix.first_pass())
     consumed(matrix.windows())
 
 
@@ -86,7 +86,7 @@ def test_any_rows_in_any_windows(
     with shuffled(source, window_bytes, read_bytes) as matrix:
         assert (matrix.encoding, matrix.dtype) == ("dense" if dense else "csr", x.dtype)
         if scanned:
-            assert_equal(matrix_of(matrix.first_pass(lambda _: None), x.shape, x.dtype, dense=dense), wanted)
+            assert_equal(matrix_of(matrix.first_pass(), x.shape, x.dtype, dense=dense), wanted)
         for first in (first_row, 0):
             windows = list(matrix.windows(first))
             assert_equal(matrix_of(windows, x.shape, x.dtype, dense=dense), wanted[first:])
@@ -121,7 +121,7 @@ def test_columns_follow_rows() -> None:
     wanted = x[order][:, order]
     wanted.sort_indices()
     with shuffled(x, 2000, columns=True) as matrix:
-        assert_equal(matrix_of(matrix.first_pass(lambda _: None), x.shape, x.dtype), wanted)
+        assert_equal(matrix_of(matrix.first_pass(), x.shape, x.dtype), wanted)
         assert_equal(matrix_of(matrix.windows(), x.shape, x.dtype), wanted)
 
 
@@ -139,19 +139,18 @@ def test_rows_that_are_not_alike() -> None:
 
 
 def test_a_shuffled_matrix_can_be_shuffled() -> None:
-    """A source whose first pass yields rows in another order than its windows."""
     x = counts()
     inner = shuffled(x, 4096, 1000)
     with ShuffledMatrix(inner, lambda rows: permute(rows, 60, 1), window_bytes=3000) as matrix:
         wanted = oracle(x)[np.argsort(positions(60, 1))]
-        assert_equal(matrix_of(matrix.first_pass(lambda _: None), x.shape, x.dtype), wanted)
+        assert_equal(matrix_of(matrix.first_pass(), x.shape, x.dtype), wanted)
         assert_equal(matrix_of(matrix.windows(), x.shape, x.dtype), wanted)
 
 
 def test_a_first_pass_that_was_not_finished_does_not_count() -> None:
     x = counts()
     with shuffled(x, 4096) as matrix:
-        first = next(iter(matrix.first_pass(lambda _: None)))
+        first = next(iter(matrix.first_pass()))
         assert len(first.lengths) < 60
         assert_equal(matrix_of(matrix.windows(), x.shape, x.dtype), oracle(x))
     assert open_spills() == 0
@@ -161,11 +160,9 @@ def test_the_source_is_read_once_and_what_it_holds_freed() -> None:
     x = counts().tocsc()
     parts = counted(x)
     inner = CscMatrix(Node(parts, "X"), "X", shape=x.shape, window_bytes=4096)
-    done: list[int] = []
     with ShuffledMatrix(inner, lambda rows: permute(rows, 60, 0), window_bytes=4096) as matrix:
-        files_open = [open_spills() for _ in matrix.first_pass(done.append)]
+        files_open = [open_spills() for _ in matrix.first_pass()]
         assert open_spills() < files_open[0]  # its own spills; those of the transposition are closed
-        assert sum(done) == matrix.n_reads
         for _ in range(2):
             assert_equal(matrix_of(matrix.windows(), x.shape, x.dtype), oracle(x))
     assert parts["data"].n_read == x.nnz
@@ -195,7 +192,7 @@ def test_no_room() -> None:
         shuffled(x, 4096) as matrix,
         pytest.raises(errors.StoreError, match=r"cannot shuffle X: /.*File too large.* \d{5} bytes.*TMPDIR"),
     ):
-        list(matrix.first_pass(lambda _: None))
+        list(matrix.first_pass())
     assert open_spills() == 0
 
 

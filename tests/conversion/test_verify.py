@@ -43,7 +43,7 @@ from zloader.conversion.checking.hierarchy import Findings
 from zloader.conversion.checking.scan import GeneOrder, IndptrScan
 from zloader.conversion.convert import convert_to
 from zloader.conversion.verify import Verification, verify
-from zloader.conversion.writing.ownership import MARKER
+from zloader.conversion.writing.destination import MARKER
 from zloader.conversion.writing.stored import StoredArray
 
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=7)

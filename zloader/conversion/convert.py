@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import zarr
-import zarr.errors
 
 from zloader.access.location import location_of
-from zloader.common.errors import OptionError, SourceError
+from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
 from zloader.common.keywords import answers
 from zloader.common.machine import keep_freed_memory
 from zloader.common.messages import listed, warn_user
@@ -36,10 +38,8 @@ from zloader.conversion.sources.inputs import Input, Sources, open_inputs, refus
 from zloader.conversion.sources.windows import SourceMatrix
 from zloader.conversion.writing.destination import Destination, PendingStore
 from zloader.conversion.writing.elements import DryRunWriter, ElementWriter, library_settings
-from zloader.conversion.writing.encode import ConvertOptions
-from zloader.conversion.writing.passes import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
-from zloader.conversion.writing.record import ConversionRecord
-from zloader.conversion.writing.shards import threads
+from zloader.conversion.writing.encode import CHUNK_FORM, ConvertOptions
+from zloader.conversion.writing.passes import MatrixScan, MatrixWriter, keeps_dtype, scan_matrix, threads
 from zloader.selecting.gene_names import GenesBy
 
 _DEFAULTS = ConvertOptions()
@@ -177,10 +177,10 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
         conversion = _Conversion(inputs, parts, select, options, bars)
         if resume and not all(source.identity() for source in inputs):
             raise OptionError("converting an AnnData in memory cannot be resumed: run it again without resume")
-        results = conversion.record.results_of(destination) if resume and not overwrite else None
+        results = conversion.results_at(destination) if resume and not overwrite else None
         already_complete = results is not None
         if results is None:
-            journal = conversion.record.journal_to_resume(destination) if resume else None
+            journal = conversion.journal_to_resume(destination) if resume else None
             destination.check(overwrite=overwrite or journal is not None)
             matrices = [
                 (part, opened.enter_context(matrix))
@@ -213,7 +213,7 @@ def _changes(matrix: SourceMatrix, scan: MatrixScan) -> dict[str, str]:
 
 
 class _Conversion:
-    """The two passes over the content of the sources, which is stored in parts."""
+    """The two passes over the content of the sources, which is stored in parts, and what identifies the conversion."""
 
     def __init__(
         self, inputs: Sequence[Input], parts: Sequence[Part], select: Selection, options: ConvertOptions, bars: Bars
@@ -221,7 +221,6 @@ class _Conversion:
         self._inputs, self._parts, self._select = inputs, parts, select
         self._options, self._bars = options, bars
         self._of = listed((source.name for source in inputs), 3)
-        self.record = ConversionRecord(inputs, select, options)
 
     def carry_out(
         self, destination: Destination, matrices: Sequence[tuple[Part, SourceMatrix]], journal: dict[str, Any] | None
@@ -237,7 +236,7 @@ class _Conversion:
             scans = [MatrixScan.of_record(journal["scans"][part.at(matrix.name)]) for part, matrix in matrices]
         scanned = [(part, matrix, scan) for (part, matrix), scan in zip(matrices, scans, strict=True)]
         new_journal = {
-            "identity": self.record.identity(),
+            "identity": self._identity(),
             "scans": {part.at(matrix.name): scan.record() for part, matrix, scan in scanned},
         }
         with destination.replaced(new_journal, resuming=journal is not None) as store:
@@ -249,7 +248,7 @@ class _Conversion:
                 "select": self._select.recorded(),
                 "shuffle_seed": self._options.shuffle_seed,
                 **({} if self._options.order is None else {"order": SOURCE_ROW}),
-                "conversion": {"record": self.record.record(), "results": results},
+                "conversion": {"record": self._record(), "results": results},
             }
             zarr.consolidate_metadata(store)
         return results
@@ -278,7 +277,7 @@ class _Conversion:
 
     def scan(self, part: Part, matrix: SourceMatrix) -> MatrixScan:
         """The first pass over a matrix."""
-        advance = self._bars.add(f"reading {part.at(matrix.name)}", matrix.n_reads)
+        advance = self._bars.add(f"reading {part.at(matrix.name)}", matrix.n_rows)
         return scan_matrix(matrix, keep_dtype=keeps_dtype(matrix, self._options), advance=advance)
 
     def write(
@@ -292,7 +291,7 @@ class _Conversion:
             groups[part.path] = group
         with threads(destination.location.url) as pool:
             for part, matrix, scan in scanned:
-                target = Target(
+                writer = MatrixWriter(
                     root=groups[part.path],
                     location=destination.location,
                     options=self._options,
@@ -301,5 +300,76 @@ class _Conversion:
                     create_object=destination.create_object,
                     existing=existing,
                 )
-                store_matrix(matrix, scan, target)
+                writer.store(matrix, scan)
         return groups[""]
+
+    # --- What it was made from
+
+    def _identity(self) -> dict[str, Any]:
+        """Everything that determines the bytes of the store, as plain JSON types."""
+        options = dataclasses.asdict(dataclasses.replace(self._options, order=None))
+        del options["memory"], options["window_bytes"], options["order"]
+        if self._options.order is not None:
+            options["order"] = hashlib.sha256(np.asarray(self._options.order).tobytes()).hexdigest()[:32]
+        renamed = [json.dumps(source.genes_by, sort_keys=True) for source in self._inputs]
+        whole = {
+            "version": importlib.metadata.version("zloader"),
+            "chunk_form": CHUNK_FORM,
+            "sources": [source.identity() | {"label": source.label} for source in self._inputs],
+            "select": self._select.plain([_digest(by) for by in renamed] if set(renamed) != {"null"} else None),
+            "options": options,
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(whole, default=list))
+        return plain
+
+    def _record(self) -> dict[str, str]:
+        """A hash of each part of the identity that does not depend on the version of zloader."""
+        identity = self._identity()
+        return {part: _digest(json.dumps(identity[part])) for part in ("sources", "select", "options")}
+
+    def results_at(self, destination: Destination) -> dict[str, Any] | None:
+        """The results of this conversion if it has finished at the destination, None if there is no finished one.
+
+        Raises StoreExistsError if it was another one.
+        """
+        finished = destination.finished()
+        if not finished:
+            return None
+        differing = [part for part, digest in self._record().items() if finished.get("record", {}).get(part) != digest]
+        if differing:
+            raise StoreExistsError(
+                f"there is already a store at {destination.location.url}, made by another conversion: "
+                f"{', '.join(differing)} differ. Pass overwrite=True (--overwrite) to replace it"
+            )
+        results: dict[str, Any] = finished["results"]
+        return results
+
+    def journal_to_resume(self, destination: Destination) -> dict[str, Any] | None:
+        """The journal of an interrupted run of this conversion, or None. Raises StoreError if it was another one."""
+        journal = destination.journal()
+        if journal is None:
+            return None
+        before, now = journal["identity"], self._identity()
+        differing = [part for part in now if before.get(part) != now[part]]
+        if differing:
+            raise StoreError(
+                f"cannot resume at {destination.location.url}, because a different conversion was interrupted there: "
+                f"{', '.join(differing)} differ ({_difference(before.get(differing[0]), now[differing[0]])}). Repeat "
+                "the original arguments, or convert again without --resume"
+            )
+        return journal
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _difference(before: Any, now: Any) -> str:
+    """Describes the first difference between two JSON documents."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in now:
+            if before.get(key) != now[key]:
+                return f"{key}: {_difference(before.get(key), now[key])}"
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return next(_difference(a, b) for a, b in zip(before, now, strict=True) if a != b)
+    return f"was {before!r}, now {now!r}"

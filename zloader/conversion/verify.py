@@ -24,9 +24,9 @@ from zloader.conversion.checking.files import FileHierarchy
 from zloader.conversion.checking.hierarchy import Findings, Hierarchy, Problem
 from zloader.conversion.checking.scan import ChunkScan
 from zloader.conversion.sources.inputs import Input, Sources, open_inputs
+from zloader.conversion.writing.destination import MARKER
 from zloader.conversion.writing.elements import library_settings
 from zloader.conversion.writing.encode import working_bytes
-from zloader.conversion.writing.ownership import MARKER
 from zloader.dataset.dataset import Dataset, open_dataset
 from zloader.dataset.h5ad import OpenedFile
 from zloader.selecting.gene_names import GenesBy

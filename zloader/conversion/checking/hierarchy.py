@@ -20,8 +20,8 @@ from zloader.access.listed_store import ListedStore
 from zloader.access.zarr_groups import UNDECODABLE, stored_keys
 from zloader.common.errors import FormatError
 from zloader.common.locks import cached_property
+from zloader.conversion.writing.destination import MARKER
 from zloader.conversion.writing.object_writer import translated
-from zloader.conversion.writing.ownership import MARKER
 from zloader.conversion.writing.stored import StoredArray
 from zloader.dataset.dataset import Dataset
 from zloader.storage.metadata import matrix_shape

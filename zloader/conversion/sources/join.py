@@ -7,7 +7,8 @@ comparison sort takes 40.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled, count_bits
 from zloader.common.records import Rows
-from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
+from zloader.conversion.sources.windows import SourceMatrix, Window
 
 
 @compiled
@@ -67,20 +68,14 @@ class JoinedMatrix(SourceMatrix):
         matrices = [matrix for matrix, _ in parts]
         super().__init__(name, n_rows=sum(matrix.n_rows for matrix in matrices), n_genes=n_genes)
         self.encoding = "dense" if all(matrix.encoding == "dense" for matrix in matrices) else "csr"
-        self.n_stored = self.n_rows * n_genes if self.encoding == "dense" else _sum(m.n_stored for m in matrices)
+        counts = [matrix.n_stored for matrix in matrices if matrix.n_stored is not None]
+        self.n_stored = sum(counts) if len(counts) == len(matrices) else None
+        if self.encoding == "dense":
+            self.n_stored = self.n_rows * n_genes
         self.dtype = np.result_type(*(matrix.dtype for matrix in matrices))
         if n_genes <= np.iinfo(np.int32).max:
             self.genes_dtype = np.dtype(np.int32)
         self._parts = [(matrix, None if genes is None else genes.astype(self.genes_dtype)) for matrix, genes in parts]
-
-    @property
-    def n_reads(self) -> int | None:
-        return _sum(matrix.n_reads for matrix, _ in self._parts)
-
-    def first_pass(self, advance: Advance) -> Iterator[Window]:
-        for matrix, genes in self._parts:
-            for window in matrix.first_pass(advance):
-                yield self._joined(window, matrix, genes)
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
         for matrix, genes in self._parts:
@@ -98,44 +93,34 @@ class JoinedMatrix(SourceMatrix):
 
     def _dense(self, window: Window, n_genes: int, genes: NDArray[Any] | None) -> Window:
         if genes is None:
-            return _replaced(window, window.lengths, window.genes, window.values.astype(self.dtype, copy=False))
+            return replace(window, values=window.values.astype(self.dtype, copy=False))
         rows = window.values.reshape(len(window.lengths), n_genes)
         kept = np.flatnonzero(genes >= 0)
         values = np.zeros((len(rows), self.n_genes), self.dtype)
         values[:, genes[kept]] = rows[:, kept]
-        return _replaced(window, np.full(len(rows), self.n_genes, np.int64), window.genes, values.reshape(-1))
+        return replace(window, lengths=np.full(len(rows), self.n_genes, np.int64), values=values.reshape(-1))
 
     def _sparse(self, window: Window, genes: NDArray[Any] | None) -> Window:
         values = window.values.astype(self.dtype, copy=False)
         if genes is None:
-            return _replaced(window, window.lengths, window.genes.astype(self.genes_dtype, copy=False), values)
+            return replace(window, genes=window.genes.astype(self.genes_dtype, copy=False), values=values)
         mapped = genes[window.genes]
         if genes.min(initial=0) == 0 and (genes[1:] > genes[:-1]).all():
-            return _replaced(window, window.lengths, mapped, values)
+            return replace(window, genes=mapped, values=values)
         # Values are only moved, so any type of their size works: numba has no float16.
         bits = values.view(f"u{values.itemsize}")
         out = np.empty_like(mapped), np.empty_like(bits)
         lengths = _sort_genes(window.lengths, self.n_genes, (mapped, bits), out)
         n_kept = int(lengths.sum())
-        return _replaced(window, lengths, out[0][:n_kept], out[1][:n_kept].view(values.dtype))
+        return replace(window, lengths=lengths, genes=out[0][:n_kept], values=out[1][:n_kept].view(values.dtype))
 
     def close(self) -> None:
         for matrix, _ in self._parts:
             matrix.close()
 
 
-def _sum(counts: Iterable[int | None]) -> int | None:
-    """The sum of counts, or None if one is not known."""
-    known = list(counts)
-    return None if None in known else sum(count for count in known if count is not None)
-
-
 def without_zeros(window: Window, n_genes: int) -> Window:
     """Converts a dense window to CSR by dropping its zeros."""
     values = window.values.reshape(len(window.lengths), n_genes)
     rows, genes = np.nonzero(values)
-    return _replaced(window, np.bincount(rows, minlength=len(values)), genes, values[rows, genes])
-
-
-def _replaced(window: Window, lengths: Rows, genes: NDArray[Any], values: NDArray[Any]) -> Window:
-    return Window(lengths=lengths, genes=genes, values=values, positions=window.positions, mended=window.mended)
+    return replace(window, lengths=np.bincount(rows, minlength=len(values)), genes=genes, values=values[rows, genes])

@@ -20,7 +20,7 @@ from zloader.common.compiled import compiled, load_compiler
 from zloader.common.options import MiB
 from zloader.common.records import Rows
 from zloader.conversion.sources.spill import Spill, applied_in_background, rows_per_bucket, smallest_index
-from zloader.conversion.sources.windows import Advance, SourceMatrix, Window, skip_rows, split_rows
+from zloader.conversion.sources.windows import SourceMatrix, Window, skip_rows, split_rows
 from zloader.reading.gather import indptr_of
 from zloader.reading.loops import copy_rows
 
@@ -64,11 +64,7 @@ class ShuffledMatrix(SourceMatrix):
         self._section_bytes = 0
         self._is_complete = False
 
-    @property
-    def n_reads(self) -> int | None:
-        return self._inner.n_reads
-
-    def first_pass(self, advance: Advance) -> Iterator[Window]:
+    def first_pass(self) -> Iterator[Window]:
         """Yields the rows in source order, with their positions in the result, and writes the temporary files."""
         self._free()
         spill = partial(
@@ -78,15 +74,15 @@ class ShuffledMatrix(SourceMatrix):
             takes_bytes=self.n_stored * self._element_bytes + self.n_rows * 16,
         )
         self._spills = (spill([np.int64, np.int64]), spill(self._stored))
-        yield from applied_in_background(self._permuted(advance), self._add)
+        yield from applied_in_background(self._permuted(), self._add)
         self._write_section()
         self._is_complete = True
         self._inner.close()  # its temporary files are no longer needed
 
-    def _permuted(self, advance: Advance) -> Iterator[Window]:
+    def _permuted(self) -> Iterator[Window]:
         n_rows = 0
-        for window in self._inner.first_pass(advance):
-            rows = np.arange(n_rows, n_rows + len(window.lengths)) if window.positions is None else window.positions
+        for window in self._inner.windows():
+            rows = np.arange(n_rows, n_rows + len(window.lengths))
             n_rows += len(rows)
             if self._columns:
                 window = self._with_columns(window)
@@ -138,7 +134,7 @@ class ShuffledMatrix(SourceMatrix):
     def windows(self, first_row: int = 0) -> Iterator[Window]:
         """See SourceMatrix. Reads the source first if the first pass has not been completed."""
         if not self._is_complete:
-            for _ in self.first_pass(lambda _: None):
+            for _ in self.first_pass():
                 pass
         skipped = first_row // self._bucket_rows
         yield from skip_rows(self._gathered(skipped), first_row - skipped * self._bucket_rows)

@@ -18,7 +18,6 @@ from zloader.common.records import Rows
 from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.spill import Spill, applied_in_background, rows_per_bucket, smallest_index
 from zloader.conversion.sources.windows import (
-    Advance,
     CompressedArrays,
     SourceMatrix,
     Window,
@@ -63,15 +62,7 @@ class CscMatrix(SourceMatrix):
         self._spill: Spill | None = None
         self._is_complete = False
 
-    @property
-    def n_reads(self) -> int:
-        return 2 * self.n_stored
-
-    def first_pass(self, advance: Advance) -> Iterator[Window]:
-        self._transpose(advance)
-        yield from super().first_pass(advance)
-
-    def _transpose(self, advance: Advance) -> None:
+    def _transpose(self) -> None:
         self.close()
         self._spill = Spill(
             [self._keys, self._bits],
@@ -80,8 +71,8 @@ class CscMatrix(SourceMatrix):
             takes_bytes=self.n_stored * (self._keys.itemsize + self.dtype.itemsize),
         )
         windows = self._stored.windows(self._read_elements, whole=False)
-        for _, _, rows, _ in applied_in_background(windows, self._write_section):
-            advance(len(rows))
+        for _ in applied_in_background(windows, self._write_section):
+            pass
         self._is_complete = True
 
     def _write_section(self, window: tuple[int, Rows, NDArray[np.integer], NDArray[Any]]) -> None:
@@ -101,7 +92,7 @@ class CscMatrix(SourceMatrix):
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
         if not self._is_complete:
-            self._transpose(lambda _: None)
+            self._transpose()
         skipped = first_row >> self._row_bits
         yield from skip_rows(self._sorted(skipped), first_row - (skipped << self._row_bits))
 

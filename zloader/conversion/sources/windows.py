@@ -23,7 +23,7 @@ from zloader.common.options import MiB
 from zloader.common.records import Rows
 from zloader.conversion.sources.nodes import Node
 
-Advance = Callable[[int], None]  # progress callback: the number of values read since the last call
+Advance = Callable[[int], None]  # progress callback: the number of rows or values read since the last call
 _INDPTR_ROWS = 1 << 20  # entries of indptr in memory at a time
 # Bytes per window. Arrays of this size reuse freed memory; with 64 MiB every window would fault in new pages.
 _MOST_READ = 16 * MiB
@@ -67,16 +67,9 @@ class SourceMatrix(ABC):
         self.n_rows = n_rows
         self.n_genes = n_genes
 
-    @property
-    def n_reads(self) -> int | None:
-        """The number of values that `first_pass` reports to `advance` in total, if it is known."""
-        return self.n_stored
-
-    def first_pass(self, advance: Advance) -> Iterator[Window]:
+    def first_pass(self) -> Iterator[Window]:
         """Yields every row once, in any order, and prepares `windows`. Raises the same errors as `windows`."""
-        for window in self.windows():
-            advance(len(window.values))
-            yield window
+        return self.windows()
 
     @abstractmethod
     def windows(self, first_row: int = 0) -> Iterator[Window]:

@@ -11,11 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import zarr
+import zarr.errors
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.sync import sync
@@ -33,6 +37,7 @@ from zloader.common.errors import (
 )
 from zloader.common.messages import listed
 from zloader.conversion.writing.object_writer import (
+    PARTIAL,
     ObjectWriter,
     PendingWrites,
     create_object,
@@ -40,9 +45,14 @@ from zloader.conversion.writing.object_writer import (
     run_to_completion,
     translated,
 )
-from zloader.conversion.writing.ownership import MARKER, foreign_objects, is_litter, is_partial, may_belong
 
 _ROOT = "zarr.json"
+MARKER = "zloader.partial"
+_ELEMENTS = ("X", "raw", "obs", "var", "obsm", "varm", "obsp", "varp", "layers", "uns", "mod", "obsmap", "varmap")
+_CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*|c")  # c/0/1 of Zarr v3, c of its scalars, 0.1 or 0/1 of v2
+_PARTIAL = re.compile(rf"(.+?)(\.[0-9a-f]{{32}})?{re.escape(PARTIAL)}")  # zarr inserts a UUID
+# Files that desktops create in every folder, and the empty objects ending in a slash by which S3 consoles show folders.
+_LITTER = re.compile(r"(.*/)?(\.DS_Store|\._[^/]*|Thumbs\.db|desktop\.ini|)")
 _NOTE = "An unfinished zloader conversion: convert again, or continue it with --resume."
 
 
@@ -65,7 +75,7 @@ class Destination:
         url, parent_file = self.location.url, self.location.enclosing((_ROOT, ".zgroup", ".zarray", MARKER))
         if parent_file is not None:
             raise OptionError(f"{url} is inside another store ({parent_file} exists): choose another destination")
-        names = {name for name in self.location.names() if not is_litter(name)}
+        names = {name for name in self.location.names() if not _is_litter(name)}
         # With root metadata, a marker only means that a conversion stopped before it replaced the old store.
         has_root = names.intersection(METADATA)
         if names and not has_root and MARKER not in names:
@@ -82,8 +92,8 @@ class Destination:
 
     def _replaceable(self) -> list[str]:
         """The objects to delete before writing a new store. Raises StoreExistsError if there are foreign objects."""
-        keys = [key for key in self.objects() if key != MARKER and not is_litter(key)]
-        foreign = foreign_objects(self.location, keys)
+        keys = [key for key in self.objects() if key != MARKER and not _is_litter(key)]
+        foreign = _foreign_objects(self.location, keys)
         if foreign:
             raise StoreExistsError(
                 f"{len(foreign)} of the objects at {self.location.url} do not belong to the store, so they are not "
@@ -213,7 +223,7 @@ class Destination:
         filesystem, path = self.location.filesystem(), self.location.path
         with translated("delete from", self.location.url):
             for key in self.objects():
-                if is_partial(key):
+                if _is_partial(key):
                     filesystem.rm_file(f"{path}/{key}")
         if self.location.scheme != "s3":
             return
@@ -223,7 +233,7 @@ class Destination:
         with contextlib.suppress(*access_errors(self.location.url)):
             found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
             for upload in found.get("Uploads", []):
-                if may_belong(upload["Key"].removeprefix(prefix)):
+                if _may_belong(upload["Key"].removeprefix(prefix)):
                     which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                     filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
 
@@ -312,3 +322,80 @@ class PendingStore(WrapperStore[Store]):
         above = f"{prefix.rstrip('/')}/" if prefix else ""
         for name in sorted({key[len(above) :].split("/")[0] for key in self._metadata if key.startswith(above)}):
             yield name
+
+
+# ---- what belongs to a store: only these objects may be replaced
+#
+# The metadata of a complete AnnData store lists its groups and arrays. An interrupted conversion has incomplete
+# metadata or none, so its objects are recognised by their names.
+
+
+def _is_litter(key: str) -> bool:
+    """Whether a desktop or S3 console made an object: it neither blocks a destination nor is deleted."""
+    return _LITTER.fullmatch(key) is not None
+
+
+def _may_belong(key: str) -> bool:
+    """Whether the name of an object fits a complete or partial object of an AnnData store."""
+    return _belongs(_finished(key), None)
+
+
+def _is_partial(key: str) -> bool:
+    """Whether an object is a partial object of a store, written by zloader or by zarr."""
+    return _finished(key) != key and _may_belong(key)
+
+
+def _foreign_objects(location: Location, keys: Iterable[str]) -> list[str]:
+    """The objects that belong neither to the AnnData store at a location nor to a zloader conversion.
+
+    Raises StoreExistsError if there is another kind of Zarr hierarchy, AccessDeniedError, StoreError.
+    """
+    keys = set(keys)
+    nodes = _nodes(location) if keys.intersection(METADATA) else None
+    return sorted(key for key in keys if not (_is_litter(key) or _belongs(_finished(key), nodes)))
+
+
+def _nodes(location: Location) -> dict[str, bool]:
+    """The paths of all groups and arrays of the AnnData store at a location, each with whether it is an array."""
+    with translated("read the metadata of", location.url), warnings.catch_warnings():
+        warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)  # about foreign objects
+        try:
+            root = zarr.open_group(location.zarr_store(read_only=True), mode="r")
+            encoding = root.attrs.get("encoding-type")
+            nodes = {path: isinstance(node, zarr.Array) for path, node in root.members(max_depth=None)}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:  # zarr.errors are ValueErrors
+            raise _not_anndata(location, f"its metadata cannot be read: {error}") from error
+    if encoding not in ("anndata", "MuData"):
+        raise _not_anndata(location, f"the encoding-type of its root is {encoding!r}")
+    return nodes
+
+
+def _not_anndata(location: Location, why: str) -> StoreExistsError:
+    return StoreExistsError(
+        f"{location.url} is not an AnnData store ({why}): move its files away, or choose another destination"
+    )
+
+
+def _finished(key: str) -> str:
+    """The final key of a partial object; other keys are returned unchanged."""
+    match = _PARTIAL.fullmatch(key)
+    if key == MARKER or not match:
+        return key
+    is_node = match[2] and match[1].rpartition("/")[2] == "zarr"  # zarr replaces the suffix .json
+    return f"{match[1]}.json" if is_node else match[1]
+
+
+def _belongs(key: str, nodes: Mapping[str, bool] | None) -> bool:
+    """Whether a complete object belongs to these groups and arrays; None stands for any that an AnnData may have."""
+    *parts, last = key.split("/")
+    if not parts:
+        return last in (MARKER, *METADATA)
+    if parts[0] not in _ELEMENTS:
+        return False
+    if last in METADATA:
+        return nodes is None or "/".join(parts) in nodes
+    for depth in range(1, len(parts) + 1):
+        is_array = nodes is None or nodes.get("/".join(parts[:depth]), False)
+        if is_array and _CHUNK.fullmatch("/".join([*parts[depth:], last])):
+            return True
+    return False
