@@ -34,7 +34,7 @@ hypothesis.settings.register_profile(
     "local", deadline=None, max_examples=50, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("local"), derandomize=True, database=None)
-# Four devices of the processor, for the tests of shardings. JAX reads this when it is first used.
+# Four devices of the processor, for the page on JAX. JAX reads this when it is first used.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 

@@ -145,7 +145,7 @@ class Round:
             "x": str(rng.choice(["X", "layers/twice"])),
             "obs": ["label", "text", "number", "maybe"],
             "obsm": ["X_pca"],
-            "layout": str(rng.choice(["csr", "dense", "packed", "scipy", "anndata"])),
+            "layout": str(rng.choice(["csr", "dense", "packed", "scipy"])),
             "dtype": str(rng.choice(["float32", "float64"])),
             "seed": int(rng.integers(99)),
             "rank": 0,

@@ -93,13 +93,9 @@ def dense(x: Any) -> np.ndarray:
 
 
 def check_seen_once(plan: Plan, seen: list[int], world_size: int) -> None:
-    """Asserts that an epoch that ended on `world_size` ranks had each row once, but for padding and what it drops."""
-    left_out = plan.n_rows - len(set(seen))
-    if plan.pads:
-        assert left_out == 0
-    else:
-        assert len(set(seen)) == len(seen)
-        assert left_out < world_size * (plan.batch_size if plan.drop_last else 1)
+    """Asserts that an epoch that ended on `world_size` ranks had each row once, but for those that it drops."""
+    assert len(set(seen)) == len(seen)
+    assert plan.n_rows - len(seen) < world_size * (plan.batch_size if plan.drop_last else 1)
 
 
 def check_minibatch(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:

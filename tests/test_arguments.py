@@ -99,13 +99,11 @@ def test_names_may_be_any_iterable_of_strings(dataset: zl.Dataset, names: Any) -
 
 # The options, the ODD values that they may have, and the message for all others.
 OF_THE_LOADER = {
-    **{option: ([], f"{option} must be one of") for option in ("layout", "remainder", "locality")},
+    **{option: ([], f"{option} must be one of") for option in ("layout", "locality")},
     "dtype": (["none"], "dtype must be one of"),
     "transforms": (["list", "dict"], "transforms must"),
-    "fetch_transform": (["none"], "fetch_transform must be a function of a Minibatch"),
     "batch_transform": (["none"], "batch_transform must be a function of a Minibatch"),
     "drop_last": (["flag"], "drop_last must be True or False"),
-    "obs_names": (["flag"], "obs_names must be True or False"),
     **{
         option: (["none", "huge"], f"{option} must be a whole number")
         for option in ("batch_size", "fetch_factor", "world_size")

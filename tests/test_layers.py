@@ -49,7 +49,6 @@ MAY_IMPORT = {
         "zloader.training.minibatch",
         "zloader.training.packed",
         "zloader.training.loader",
-        "zloader.training.own_transforms",
         "zloader.training.tensors",
         "zloader.producing.shared_memory",
         "zloader.training.tokens",
@@ -62,7 +61,6 @@ MAY_IMPORT = {
         "zloader.integrations.scvi_mudata",
         "zloader.integrations.scvi_rows",
     },
-    "jax": {"zloader.training.csr_rows", "zloader.training.jax_arrays", "zloader.training.loader"},
     "lightning": {"zloader.integrations.lightning", "zloader.integrations.scvi_rows"},
     "ray": {
         "zloader.ray",

@@ -92,7 +92,7 @@ def all_of_these(form: str) -> Case:
 
     def options(dataset: zl.Dataset) -> dict[str, Any]:
         words = tokenizer("scGPT", dataset)
-        return {"x": BOTH, "obs_names": True, "tokens": words, "transforms": {LAYER: [LOG]}}
+        return {"x": BOTH, "tokens": words, "transforms": {LAYER: [LOG]}}
 
     return Case(stores=UNSORTED, join="outer", form=form, options=options)
 
@@ -118,7 +118,6 @@ CASES = {
     "two matrices": Case(options=given(x=BOTH)),
     "two matrices, dense": Case(options=given(x=BOTH, layout="dense")),
     "two matrices, packed": Case(options=given(x=BOTH, layout="packed")),
-    "obs names": Case(options=given(obs_names=True)),
     "join, sorted": Case(stores=SORTED, join="outer"),
     "join, not sorted": Case(stores=UNSORTED, join="outer"),
     "inner join": Case(stores=UNSORTED, join="inner"),

@@ -46,7 +46,7 @@ def entropies(n_rows: int, machines: int) -> dict[str, float]:
     labels, found = np.arange(n_rows) * PLATES // n_rows, {"global": [], "parts": [], "stretches": []}
     for machine in np.linspace(0, machines - 1, min(4, machines)).astype(int).tolist():
         place = {"rank": machine, "world_size": machines}
-        dealt = RankPlacement(**place, machines=machines, parts=machines).keep_to_parts(ORDER, n_rows)
+        dealt = RankPlacement(**place, machines=machines).keep_to_parts(ORDER, n_rows)
         begin, end = n_rows * machine // machines, n_rows * (machine + 1) // machines
         found["global"].append(entropy(plan_of(n_rows, **place), labels))
         found["parts"].append(entropy(plan_of(n_rows, **place, machines=machines, sampling=dealt), labels))

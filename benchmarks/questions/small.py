@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another version of zloader, to compare with")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--frameworks", default="numpy,torch", help="some of numpy, torch and jax")
+    parser.add_argument("--frameworks", default="numpy,torch", help="numpy, torch or both")
     options = parser.parse_args()
     options.frameworks = options.frameworks.split(",")
     versions = [*([options.before.absolute()] if options.before else []), _HERE]

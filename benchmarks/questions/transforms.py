@@ -51,7 +51,6 @@ def configurations(dataset: zl.Dataset) -> dict[str, tuple[str, dict[str, Any]]]
         "Downsample 500": ("nothing", {"transforms": [T.Downsample(500)]}),
         "Downsample 2000": ("nothing", {"transforms": [T.Downsample(2000)]}),
         "batch_transform": ("nothing", {"batch_transform": unchanged}),
-        "fetch_transform": ("nothing", {"fetch_transform": unchanged}),
         "genes": ("genes", chosen),
         "genes, LogNormalize": ("genes", {**chosen, "transforms": [log]}),
         "genes, LogNormalize and Scale": ("genes", {**chosen, "transforms": [log, T.Scale(std[genes], std[genes])]}),

@@ -179,7 +179,7 @@ def of_epochs(store: Store, cluster: Many, made: Sequence[Epoch]) -> Iterator[Fi
 
 def parts(store: Store, machines: int) -> list[Epoch]:
     """The epochs of the first of some machines that keep to parts."""
-    place = RankPlacement(rank=0, world_size=machines, machines=machines, parts=machines)
+    place = RankPlacement(rank=0, world_size=machines, machines=machines)
     dealt = place.keep_to_parts(stratified(), store.rows)
     options = {"world_size": machines, "machines": machines, "sampling": dealt}
     return [Epoch(store, number, **options) for number in range(N_EPOCHS)]

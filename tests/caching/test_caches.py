@@ -511,8 +511,8 @@ def test_offline_opens_and_reads_the_mirror(store, tmp_path, form):
     loader = zl.Loader(dataset, batch_size=32, fetch_factor=8, obs=["cell_type", "donor", "lane"], obsm=["X_pca"])
     assert _epoch(loader).gets == 0
     assert dataset.categories("cell_type").tolist() == ["a", "b", "c", "never used"]
-    for minibatch in zl.Loader(dataset, layout="anndata", obs=["passed"], obsm=["X_pca"]):
-        np.testing.assert_array_equal(minibatch.x.obsm["X_pca"], ADATA.obsm["X_pca"][minibatch.index])
+    for minibatch in zl.Loader(dataset, layout="scipy", obs=["passed"], obsm=["X_pca"]):
+        np.testing.assert_array_equal(minibatch.obsm["X_pca"], ADATA.obsm["X_pca"][minibatch.index])
     again = pickle.loads(pickle.dumps(dataset))
     assert again.n_obs == ROWS
 

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import scipy.sparse
 import zarr
-from helpers import dense, digest, of_genes, write_store
+from helpers import dense, digest, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -168,16 +168,6 @@ def test_the_public_face_of_a_joined_dataset(dataset, join):
         np.concatenate([dense(minibatch.x) for minibatch in zl.Loader(view, shuffle=False, **{"batch_size": 7})]),
         wanted[wanted.obs["label"] == "a"].X.toarray(),
     )
-
-
-def test_minibatches_as_anndata_have_the_joined_var(dataset, join):
-    wanted = concat(OUTER, join)
-    for genes in (None, ["g4", "g0"]):
-        minibatch = next(iter(zl.Loader(of_genes(dataset, genes), layout="anndata", **SIZES)))
-        assert minibatch.x.var_names.tolist() == (genes or wanted.var_names.tolist())
-        expected = wanted[minibatch.index.numpy(), minibatch.x.var_names].X.toarray()
-        np.testing.assert_array_equal(minibatch.x.X.toarray(), expected)
-        assert minibatch.x.obs_names.tolist() == wanted.obs_names[minibatch.index.numpy()].tolist()
 
 
 def test_rows_stay_sorted_by_column(dataset):

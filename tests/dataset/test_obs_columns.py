@@ -189,8 +189,6 @@ def test_a_missing_date_is_the_lowest_number(dataset: zl.Dataset) -> None:
 def test_frames_and_anndata_have_the_values_too(dataset: zl.Dataset) -> None:
     rows = ROWS if dataset.n_obs == N_ROWS else ROWS[5:50]
     frames = [dataset.obs(), dataset.take(np.arange(dataset.n_obs)).obs]
-    (minibatch,) = zl.Loader(dataset, layout="anndata", obs=COLUMNS, batch_size=100, shuffle=False)
-    frames.append(minibatch.x.obs)
     for frame in frames:
         for name in COLUMNS:
             shown = [None if missing else value for value, missing in zip(frame[name], frame[name].isna(), strict=True)]

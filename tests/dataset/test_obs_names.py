@@ -1,9 +1,8 @@
-"""obs names: of every encoding, from every place, of datasets, views, rows and AnnData minibatches."""
+"""obs names: of every encoding, from every place, of datasets, views, rows and minibatches."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import zarr
 from helpers import counts, write_store
 
 import zloader as zl
-from zloader.common.errors import FormatError, ZloaderError
+from zloader.common.errors import FormatError
 from zloader.dataset import names
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
@@ -95,19 +94,14 @@ def check(dataset: zl.Dataset, wanted: pd.Index) -> None:
     some = [len(wanted) - 1, 3, 0, 3]
     assert dataset.take(some).obs_names.tolist() == wanted[some].tolist()
     assert dataset[2:7].obs_names.tolist() == wanted[2:7].tolist()
-    whole = dataset.whole.obs_names
     seen = 0
-    for minibatch in zl.Loader(dataset, layout="anndata", obs=["cell_type"], **SIZES):
-        assert minibatch.x.obs_names.tolist() == whole[minibatch.index.numpy()].tolist()
-        assert minibatch.x.obs_names.tolist() == minibatch.obs_names.tolist() == wanted[minibatch.row.numpy()].tolist()
-        assert minibatch.x.obs_names.dtype == ADATA[:3].copy().obs_names.dtype
+    for minibatch in zl.Loader(dataset, x=None, **SIZES):
+        names = dataset.names_of(minibatch.row)
+        assert names.tolist() == wanted[minibatch.row.numpy()].tolist()
+        assert names.tolist() == dataset.whole.names_of(minibatch.index).tolist()
+        assert {type(name) for name in names} == {str}
         seen += len(minibatch)
     assert seen == len(wanted)
-    loader = zl.Loader(dataset, x=None, obs_names=True, remainder="pad", rank=1, world_size=2, **SIZES)
-    for minibatch in loader:
-        assert minibatch.obs_names.tolist() == wanted[minibatch.row.numpy()].tolist()
-        assert {type(name) for name in minibatch.obs_names} == {str}
-        assert len(minibatch) == 7
 
 
 @pytest.mark.slow
@@ -225,50 +219,6 @@ def test_a_damaged_mirror_of_names_is_read_again(tmp_path: Path) -> None:
     assert zl.open_dataset(store, cache=tmp_path / "cache").obs_names.tolist() == NAMES
 
 
-@pytest.mark.parametrize("wanted", [{"layout": "anndata"}, {"obs_names": True}], ids=["anndata", "asked for"])
-def test_names_are_read_off_the_training_thread(tmp_path: Path, wanted: dict[str, Any]) -> None:
-    dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain))
-    threads = []
-    names_of = dataset.names_of
-
-    def recorded(rows: Any) -> Any:
-        threads.append((threading.current_thread(), len(rows)))
-        return names_of(rows)
-
-    dataset.names_of = recorded  # type: ignore[method-assign]
-    loader = zl.Loader(dataset, **wanted, **SIZES)
-    assert sum(map(len, loader)) == N_ROWS
-    assert threading.current_thread() not in [thread for thread, _ in threads]
-    plan = loader.plan(0)
-    assert [n_rows for _, n_rows in threads] == [len(plan.fetch(number).rows) for number in range(plan.n_fetches)]
-    threads.clear()
-    assert all(minibatch.obs_names is None for minibatch in zl.Loader(dataset, layout="csr", **SIZES))
-    assert not threads
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("layout", ["csr", "dense", "scipy"])
-def test_names_come_with_every_layout_after_a_resume_too(tmp_path: Path, layout: str) -> None:
-    dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain)).where("passed == True")
-    loader = zl.Loader(dataset, layout=layout, obs_names=True, **SIZES)
-    names = [minibatch.obs_names.tolist() for minibatch in loader]
-    assert sorted(name for of_one in names for name in of_one) == sorted(ADATA.obs_names[ADATA.obs["passed"]])
-    loader.set_epoch(0)
-    begun = iter(loader)
-    next(begun), next(begun)
-    resumed = zl.Loader(dataset, layout=layout, obs_names=True, **SIZES)
-    resumed.load_state_dict(loader.state_dict())
-    assert [minibatch.obs_names.tolist() for minibatch in resumed] == names[2:]
-
-
-@pytest.mark.filterwarnings("error:Observation names are not unique")
-def test_rows_that_come_twice_keep_their_names(tmp_path: Path) -> None:
-    dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain))
-    loader = zl.Loader(dataset, layout="anndata", sampling=zl.Streaming(indices=[3, 3, 59, 3]))
-    (minibatch,) = loader
-    assert minibatch.x.obs_names.tolist() == [NAMES[3], NAMES[3], NAMES[59], NAMES[3]]
-
-
 def _codes_beyond(root: zarr.Group) -> None:
     root["obs/_index/codes"][5] = N_ROWS
 
@@ -305,8 +255,8 @@ def test_damaged_names_are_refused(tmp_path: Path, write: Callable[..., None], d
     dataset = zl.open_dataset(store)
     with pytest.raises(FormatError, match=r"obs/_index"):
         _ = dataset.obs_names
-    with pytest.raises(ZloaderError, match=r"obs/_index"):
-        list(zl.Loader(dataset, layout="anndata", **SIZES))
+    with pytest.raises(FormatError, match=r"obs/_index"):
+        dataset.take([5])
 
 
 @pytest.mark.slow

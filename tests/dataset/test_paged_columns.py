@@ -215,16 +215,6 @@ def test_labels_need_no_rows(tmp_path, store):
     pd.testing.assert_index_equal(loader.labels["cell_type"], zl.open_dataset(store).obs_column("cell_type").labels)
 
 
-def test_minibatches_as_anndata(tmp_path, store):
-    dataset = zl.open_dataset(store, cache=tmp_path)
-    minibatch = next(iter(loader_of(dataset, obs=["cell_type", "lane"], obsm=["pca"], layout="anndata")))
-    wanted = ADATA[minibatch.x.obs_names]
-    assert minibatch.x.obs["cell_type"].fillna("a").tolist() == wanted.obs["cell_type"].fillna("a").tolist()
-    np.testing.assert_array_equal(minibatch.x.obs["lane"], wanted.obs["lane"])
-    np.testing.assert_array_equal(minibatch.x.obsm["pca"], wanted.obsm["pca"])
-    assert not dataset.observations._columns
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("unlike", [False, True])
 def test_several_stores(tmp_path, unlike):

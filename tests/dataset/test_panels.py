@@ -189,7 +189,7 @@ def same_epochs(found: zl.Loader, wanted: zl.Loader) -> None:
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
 @pytest.mark.parametrize("transforms", [[], [LOG]], ids=["counts", "logs"])
 def test_a_loader_of_a_panel_has_its_columns(dataset, layout, transforms):
     options = {**SIZES, "layout": layout, "transforms": transforms}

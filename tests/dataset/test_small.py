@@ -128,7 +128,7 @@ def test_many_columns_are_cut_in_html(tmp_path: Path) -> None:
 def test_loaders_and_minibatches_are_shown_briefly(dataset: zl.Dataset) -> None:
     plain = zl.Loader(dataset)
     assert repr(plain) == f"<Loader of Dataset with n_obs x n_vars = 50 x 12 of {dataset.url}: batch_size=64>"
-    for layout in ("csr", "dense", "packed", "scipy", "anndata"):
+    for layout in ("csr", "dense", "packed", "scipy"):
         loader = zl.Loader(dataset, layout=layout, obs=["lane"], x=["X", "layers/dense"], sampling="streaming")
         assert "\n" not in repr(loader)
         assert "obs=['lane']" in repr(loader)
@@ -137,9 +137,9 @@ def test_loaders_and_minibatches_are_shown_briefly(dataset: zl.Dataset) -> None:
         shown = repr(next(iter(loader)))
         assert shown.startswith("Minibatch of 50 rows\n    row: int64 50\n    index: int64 50\n    x: X ")
         assert "\n    obs: lane int32 50" in shown
-        assert len(shown.splitlines()) == 5 + (layout == "anndata")  # which has obs_names
-    dense = next(iter(zl.Loader(dataset, layout="dense", obs_names=True, obsm=["X_pca"])))
-    assert "\n    x: float32 50x12\n    obsm: X_pca float32 50x2\n    obs_names: object 50" in repr(dense)
+        assert len(shown.splitlines()) == 5
+    dense = next(iter(zl.Loader(dataset, layout="dense", obsm=["X_pca"])))
+    assert "\n    x: float32 50x12\n    obsm: X_pca float32 50x2" in repr(dense)
     assert "dtype='float64'" in repr(zl.Loader(dataset, layout="dense", dtype=torch.float64))
     assert "options=FetchOptions(" in repr(zl.Loader(dataset, options=zl.FetchOptions(threads=1)))
     many = zl.Loader(dataset, sampling=zl.Streaming(np.arange(50), shuffle=True))

@@ -524,12 +524,11 @@ def test_every_row_of_a_view_comes_once_with_its_values(dataset, sampling):
 
 
 @pytest.mark.every(4)
-@pytest.mark.parametrize("layout", ["csr", "anndata"])
-def test_rows_of_a_minibatch_are_positions_in_what_the_loader_was_given(dataset, layout):
+def test_rows_of_a_minibatch_are_positions_in_what_the_loader_was_given(dataset):
     view = dataset.where(np.arange(dataset.n_obs) % 3 > 0)
     for loaded in (dataset, view, view.where(np.arange(view.n_obs) % 5 > 1)):
         numbers, out = np.arange(dataset.n_obs) if loaded is dataset else loaded.row_numbers, np.full(loaded.n_obs, -1)
-        for minibatch in zl.Loader(loaded, batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(4), layout=layout):
+        for minibatch in zl.Loader(loaded, batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(4)):
             assert minibatch.row.dtype == minibatch.index.dtype == torch.int64
             out[minibatch.row] = minibatch.index
         np.testing.assert_array_equal(out, numbers)
@@ -564,7 +563,7 @@ def test_weights_labels_and_indices_are_those_of_the_views_rows(dataset):
 @pytest.mark.every(4)
 def test_layouts_of_a_view(dataset):
     view = dataset.where("donor == 'd10'")
-    for layout in ("dense", "scipy", "anndata"):
+    for layout in ("dense", "scipy"):
         loader = zl.Loader(view, layout=layout, **SIZES)
         np.testing.assert_array_equal(np.sort(epoch(loader)), view.row_numbers)
 

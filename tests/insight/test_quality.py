@@ -79,7 +79,7 @@ def test_where_the_defaults_stand():
 
 def test_the_part_of_a_machine_is_compared_with_random_rows_of_the_whole_dataset():
     """The regions of two machines are the halves of the rows, and the labels, too."""
-    place = RankPlacement(rank=1, world_size=2, machines=2, parts=2)
+    place = RankPlacement(rank=1, world_size=2, machines=2)
     plan = Plan(
         dataset_rows=100,
         sampling=place.keep_to_parts(zl.BlockShuffling(4), 100),
@@ -97,7 +97,7 @@ def test_the_part_of_a_machine_is_compared_with_random_rows_of_the_whole_dataset
 def test_parts_of_machines_mix_as_well_as_the_whole():
     """Rows sorted by 14 plates; 32 machines have 3 125 rows each."""
     labels = np.arange(100_000) * 14 // 100_000
-    place = RankPlacement(rank=5, world_size=32, machines=32, parts=32)
+    place = RankPlacement(rank=5, world_size=32, machines=32)
     plan = Plan(
         dataset_rows=100_000,
         sampling=place.keep_to_parts(stratified(), 100_000),
@@ -230,11 +230,10 @@ def test_random_entropy_is_what_drawing_gives():
 @pytest.mark.parametrize(
     ("sampling", "options", "taking_part"),
     [
-        (zl.BlockShuffling(4), {"remainder": "pad"}, range(20)),
         (zl.BlockWeightedSampling(np.ones(20), total_size=500, block_size=4), {}, range(20)),
         (zl.Streaming(indices=[1, 2] * 40), {}, [1, 2]),
     ],
-    ids=["padded", "weighted", "listed twice"],
+    ids=["weighted", "listed twice"],
 )
 def test_where_a_minibatch_has_more_rows_than_there_are_random_ones_are_drawn_with_replacement(
     sampling, options, taking_part

@@ -95,17 +95,18 @@ def test_accumulate_makes_a_step_at_the_last_minibatch(dataset: zl.Dataset, of: 
 
 
 @pytest.mark.parametrize("batch_size", [8, 10, 64, 100])
-@pytest.mark.parametrize("remainder", ["keep", "pad"])
+@pytest.mark.parametrize("drop_last", [False, True])
 def test_gathered_rows_are_those_of_the_loader(
-    dataset: zl.Dataset, accelerator: Accelerator, batch_size: int, remainder: Any
+    dataset: zl.Dataset, accelerator: Accelerator, batch_size: int, drop_last: bool
 ) -> None:
-    options = SIZES | {"batch_size": batch_size, "remainder": remainder}
+    options = SIZES | {"batch_size": batch_size, "drop_last": drop_last}
     gathered, remainders = [], []
     for minibatch in prepare(accelerator, zl.Loader(dataset, **options)):
         gathered.append(accelerator.gather_for_metrics(minibatch.index).tolist())
         remainders.append(accelerator.gradient_state.remainder)
     assert gathered == rows_of(zl.Loader(dataset, **options))
-    assert remainders[-1] == (N_ROWS % batch_size if remainder == "keep" else 0)  # transformers weighs losses with it
+    # transformers weighs losses with it
+    assert remainders[-1:] == ([0 if drop_last else N_ROWS % batch_size] if gathered else [])
 
 
 def test_the_gradient_state_is_as_before_after_an_epoch(dataset: zl.Dataset, accelerator: Accelerator) -> None:
@@ -292,9 +293,7 @@ def test_split_batches_is_refused_for_several_processes(dataset: zl.Dataset) -> 
         prepare(accelerator, zl.Loader(dataset, rank=0, world_size=2))
 
 
-@pytest.mark.parametrize(
-    "options", [{"remainder": "pad"}, {"drop_last": True}, {"batch_size": 1, "fetch_factor": 8}, {}], ids=str
-)
+@pytest.mark.parametrize("options", [{"drop_last": True}, {"batch_size": 1, "fetch_factor": 8}, {}], ids=str)
 def test_uneven_rows_are_fine_otherwise(dataset: zl.Dataset, accelerator: Accelerator, options: Any) -> None:
     accelerator.state.num_processes = 4
     accelerator.even_batches = bool(options)
@@ -359,13 +358,13 @@ def process(number, folder, url):
     told["resumed"] = [minibatch.index.tolist() for minibatch in resumed]
 
     uneven = dataset.where(range(67))
-    padded = zl.Loader(uneven, shuffle=False, remainder="pad", batch_size=8)
-    placed = torch.zeros(67)
-    for minibatch in prepare(accelerator, padded):
-        rows, sums = accelerator.gather_for_metrics((minibatch.row, minibatch.x.to_dense().sum(1)))
-        placed[rows] = sums
-    told["placed"] = placed.tolist()
     told["uneven"] = refused(prepare, accelerator, zl.Loader(uneven, **sizes))
+    accelerator.even_batches = False
+    placed = torch.zeros(67)
+    for minibatch in prepare(accelerator, zl.Loader(uneven, shuffle=False, batch_size=8)):
+        placed[minibatch.row] = minibatch.x.to_dense().sum(1)
+    told["placed"] = accelerator.reduce(placed).tolist()
+    accelerator.even_batches = True
     split = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
     told["split"] = refused(prepare, split, early)
     told["wrapped"] = refused(prepare, accelerator, DataLoader(early, batch_size=None))

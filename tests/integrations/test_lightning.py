@@ -311,7 +311,7 @@ def test_a_checkpoint_of_a_plain_loader_is_refused(options, tmp_path):
 # ---- minibatches on their way
 
 
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
 def test_minibatches_stay_on_the_cpu_as_they_are(options, layout):
     data = DataModule(predict=options | {"layout": layout})
     minibatch = next(iter(data.predict_dataloader()))

@@ -263,7 +263,7 @@ def test_a_plan_sweeps_that_takes_every_row(sampling, sweeps):
 
 @pytest.mark.parametrize(("n_rows", "parts", "swept"), [(2_000_000, 2, 8192), (100_000, 2, 781), (1000, 4, 64)])
 def test_a_machine_reads_the_regions_of_its_parts_completely(n_rows, parts, swept):
-    sampling = DealtParts(sampling=Streaming(), n_obs=n_rows, machines=parts, parts=parts, redeal=0.0)
+    sampling = DealtParts(sampling=Streaming(), n_obs=n_rows, machines=parts)
     plan = Plan(dataset_rows=n_rows, sampling=sampling, batch_size=2, fetch_factor=2, world_size=8)
     assert plan.swept_rows == swept
     chosen = dataclasses.replace(sampling, sampling=Streaming(indices=range(20)), n_obs=20)
@@ -401,30 +401,6 @@ def test_a_block_size_that_is_no_count_is_refused(block_size):
     sampling.block_size = block_size
     with pytest.raises(OptionError, match=f"block_size must be .* not {block_size!r}"):
         Plan(dataset_rows=4, sampling=sampling, batch_size=2, fetch_factor=2)
-
-
-@pytest.mark.parametrize("n_rows", [5, 7, 10])
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_that_came_as_padding_are_seen(n_rows, seed):
-    """Padding repeats some of the rows on two ranks. Rows received as padding are not dealt again."""
-    then = Plan(
-        dataset_rows=n_rows,
-        sampling=BlockShuffling(1),
-        batch_size=4,
-        fetch_factor=4,
-        world_size=2,
-        remainder="pad",
-        seed=seed,
-    )
-    for done in range(then.n_minibatches + 1):
-        seen = set()
-        for rank in range(2):
-            fetches = dataclasses.replace(then, rank=rank).fetches()
-            minibatches = [rows for fetch in fetches for rows in np.split(fetch.rows[fetch.order], fetch.cuts[1:-1])]
-            seen |= set(np.concatenate([np.empty(0, int), *minibatches[:done]]).tolist())
-        unseen = then.unseen(done)
-        left = unseen.rows(0, unseen.n_rows(n_rows), dataset_rows=n_rows, seed=seed, epoch=0)
-        assert sorted(left) == sorted(set(range(n_rows)) - seen)
 
 
 @given(plan=plans(), n_workers=st.integers(1, 3), data=st.data())

@@ -1,8 +1,7 @@
-"""Ranks: equal numbers of minibatches, dropped and repeated rows, and real gloo processes."""
+"""Ranks: equal numbers of minibatches, dropped rows, and real gloo processes."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import counts, write_store
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.common.errors import OptionError
-from zloader.order.plan import Plan
 from zloader.order.ranks import placement_of
 from zloader.testing import assert_resumes_anywhere
 
@@ -43,70 +39,35 @@ def listed(loader) -> list[list[int]]:
 # ---- the remainder
 
 
-@given(
-    n_rows=st.integers(1, 200),
-    batch_size=st.integers(1, 9),
-    fetch_factor=st.integers(1, 4),
-    world_size=st.integers(1, 7),
-    epoch=st.integers(0, 5),
-)
-@example(n_rows=1, batch_size=9, fetch_factor=4, world_size=7, epoch=0)  # the only row comes 63 times
-def test_padding_fills_every_minibatch_of_every_rank(n_rows, batch_size, fetch_factor, world_size, epoch):
-    plan = Plan(
-        dataset_rows=n_rows,
-        sampling=zl.BlockShuffling(1),
-        batch_size=batch_size,
-        fetch_factor=fetch_factor,
-        epoch=epoch,
-        world_size=world_size,
-        remainder="pad",
-    )
-    often = np.zeros(n_rows, int)
-    for rank in range(world_size):
-        own = dataclasses.replace(plan, rank=rank)
-        sizes = []
-        for fetch in own.fetches():
-            np.add.at(often, fetch.rows[fetch.order], 1)
-            sizes += np.diff(fetch.cuts).tolist()
-        assert sizes == [batch_size] * plan.n_minibatches
-    assert often.min() >= 1
-    assert often.max() - often.min() <= 1
-    assert often.sum() - n_rows < world_size * batch_size
-
-
 @pytest.mark.every(3)
-@pytest.mark.parametrize("remainder", ["keep", "pad"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_values_of_every_rank(store, remainder, world_size):
+def test_values_of_every_rank(store, world_size):
     dataset = zl.open_dataset(store)
     seen = []
-    for loader in ranks(dataset, world_size, remainder=remainder, x="X"):
+    for loader in ranks(dataset, world_size, x="X"):
         minibatches = list(loader)
         assert len(minibatches) == len(loader)
         for minibatch in minibatches:
             rows = minibatch.index.numpy()
             seen += rows.tolist()
             np.testing.assert_array_equal(minibatch.x.to_dense().numpy(), ADATA.X[rows].toarray())
-    assert sorted(set(seen)) == list(range(N_ROWS))
-    assert len(seen) == (N_ROWS if remainder == "keep" else -(-N_ROWS // (4 * world_size)) * 4 * world_size)
+    assert sorted(seen) == list(range(N_ROWS))
 
 
-def test_what_is_dropped_or_repeated_changes_with_the_epoch(store):
+def test_what_is_dropped_changes_with_the_epoch(store):
+    loaders = ranks(zl.open_dataset(store), 3, drop_last=True)
+    dropped = []
+    for _ in range(6):
+        rows = [row for loader in loaders for rows in listed(loader) for row in rows]
+        assert len(set(rows)) == len(rows)
+        dropped.append(tuple(set(range(N_ROWS)) - set(rows)))
+    assert {len(rows) for rows in dropped} == {5}
+    assert len(set(dropped)) > 3
+
+
+def test_a_rank_resumes_anywhere(store):
     dataset = zl.open_dataset(store)
-    for options in ({"drop_last": True}, {"remainder": "pad"}):
-        loaders = ranks(dataset, 3, **options)
-        odd = []
-        for _ in range(6):
-            rows = [row for loader in loaders for rows in listed(loader) for row in rows]
-            often = np.bincount(rows, minlength=N_ROWS)
-            odd.append(tuple(np.flatnonzero(often != 1)))
-        assert {len(rows) for rows in odd} == {5 if "drop_last" in options else 7}
-        assert len(set(odd)) > 3
-
-
-def test_padding_resumes_anywhere(store):
-    dataset = zl.open_dataset(store)
-    assert_resumes_anywhere(lambda: ranks(dataset, 3, remainder="pad")[2])
+    assert_resumes_anywhere(lambda: ranks(dataset, 3)[2])
 
 
 # ---- places
@@ -118,9 +79,9 @@ def test_ranks_come_from_arguments_or_the_environment(monkeypatch):
     here = placement_of(None, None, "global", None)
     assert (here.rank, here.world_size, here.machines) == (5, 6, 1)
     here = placement_of(None, None, "machine", None)
-    assert (here.rank, here.world_size, here.machines, here.parts) == (5, 6, 2, 2)
-    here = placement_of(3, 4, "machine", 2, 64)
-    assert (here.rank, here.world_size, here.machines, here.parts) == (3, 4, 2, 64)
+    assert (here.rank, here.world_size, here.machines) == (5, 6, 2)
+    here = placement_of(3, 4, "machine", 2)
+    assert (here.rank, here.world_size, here.machines) == (3, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +113,7 @@ def test_a_world_of_one_needs_no_rank(monkeypatch, variables):
         monkeypatch.setenv(name, value)
     for locality in ("global", "machine"):
         here = placement_of(None, None, locality, None)
-        assert (here.rank, here.world_size, here.machines, here.parts) == (0, 1, 1, 1)
+        assert (here.rank, here.world_size, here.machines) == (0, 1, 1)
 
 
 class Backwards(zl.Sampling):
@@ -166,9 +127,6 @@ class Backwards(zl.Sampling):
 
 
 REFUSED = {
-    "remainder": ({"remainder": "fill"}, "remainder must be one of 'keep', 'pad', not 'fill'"),
-    "the former remainder": ({"remainder": "drop"}, "write 'keep', or drop_last=True"),
-    "both": ({"remainder": "pad", "drop_last": True}, "exclude each other"),
     "locality": ({"locality": "rack"}, "locality must be one of 'global', 'machine', not 'rack'"),
     "uneven": ({"locality": "machine", "local_world_size": 3}, "4 is not a multiple of local_world_size 3"),
     "none": ({"locality": "machine", "local_world_size": 0}, "local_world_size must be .* not 0"),
@@ -268,7 +226,7 @@ for name, (world_size, n_workers, options) in json.loads(sys.argv[2]).items():
 """
 _RUNS = {
     "2": (2, 0, {}),
-    "3 padded": (3, 0, {"remainder": "pad"}),
+    "3": (3, 0, {}),
     "2 with workers": (2, 2, {"drop_last": True}),
     "3 machines": (3, 0, {"locality": "machine", "local_world_size": 1}),
 }

@@ -73,7 +73,6 @@ def plans(draw):
     batch_size, fetch_factor = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     kinds = [zl.Streaming(), zl.BlockShuffling(1), zl.BlockShuffling(1, n_strata=9), zl.MixtureOfScanners(3, active=1)]
     sampling = draw(st.sampled_from(kinds))
-    remainder = draw(st.sampled_from(["keep", "pad"]))
     return Plan(
         dataset_rows=draw(st.integers(5, 150)),
         sampling=sampling,
@@ -82,8 +81,7 @@ def plans(draw):
         seed=draw(st.integers(0, 99)),
         epoch=draw(st.integers(0, 9)),
         world_size=draw(st.integers(1, 4)),
-        remainder=remainder,
-        drop_last=remainder == "keep" and draw(st.booleans()),
+        drop_last=draw(st.booleans()),
     )
 
 
@@ -200,10 +198,9 @@ def test_what_failed_or_was_closed_is_not_finished(dataset):
     assert loader.state_dict()["stretches"] == [[1, 1]]
 
 
-@pytest.mark.parametrize("remainder", ["keep", "pad"])
-def test_other_ranks(dataset, remainder):
+def test_other_ranks(dataset):
     """A run of 3 ranks continues with 2 ranks, then with 1, from within a fetch."""
-    options = SIZES | {"x": None, "remainder": remainder}
+    options = SIZES | {"x": None}
     seen, state = [], None
     for world_size, n_taken in ((3, 3), (2, 2), (1, 100)):
         states = []
@@ -217,8 +214,7 @@ def test_other_ranks(dataset, remainder):
             states.append(loader.state_dict())
         assert all(each == states[0] for each in states)
         state = json.loads(json.dumps(states[0]))
-    assert sorted(set(seen)) == list(range(N_ROWS))
-    assert len(seen) == (N_ROWS if remainder == "keep" else 64)
+    assert sorted(seen) == list(range(N_ROWS))
     assert state["epoch"] == 1
 
 
@@ -268,7 +264,6 @@ DIFFERENT = {
     "batch size": ({"batch_size": 8}, "batch_size was 4, is 8"),
     "fetch factor": ({"fetch_factor": 3}, "fetch_factor was 2, is 3"),
     "drop_last": ({"drop_last": True}, "drop_last was False, is True"),
-    "remainder": ({"remainder": "pad"}, "remainder was 'keep', is 'pad'"),
     "sampling": ({"sampling": zl.Streaming()}, r"was 'BlockShuffling\(block_size=3, .*, is 'Streaming\("),
     "block size": ({"sampling": zl.BlockShuffling(2)}, "block_size=3.*block_size=2"),
     "indices": ({"sampling": zl.BlockShuffling(3, indices=range(N_ROWS))}, "indices=None.*indices=<61 values, "),
@@ -288,8 +283,8 @@ def test_a_state_from_when_keep_was_called_drop_goes_on(dataset):
     state = taken(loader, 3) | {"remainder": "drop"}
     loader.load_state_dict(state)
     assert rows_of(loader) == rows_of(zl.Loader(dataset, x=None, **SIZES))[3 * SIZES["batch_size"] :]
-    with pytest.raises(OptionError, match="remainder was 'keep', is 'pad'"):
-        zl.Loader(dataset, x=None, remainder="pad", **SIZES).load_state_dict(state)
+    with pytest.raises(OptionError, match="remainder was 'pad', is 'keep'"):
+        loader.load_state_dict(state | {"remainder": "pad"})
 
 
 def test_a_state_of_other_weights_or_rows_is_refused(dataset, tmp_path):

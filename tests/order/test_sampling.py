@@ -462,7 +462,7 @@ class PairsWithGaps(Streaming):
 
 WRAPPERS = {  # and how they number rows
     Unseen: (lambda sampling: Unseen(sampling=sampling, pieces=[(np.empty(0, np.int64), 0, 50)]), 0),
-    DealtParts: (lambda sampling: DealtParts(sampling=sampling, n_obs=100, machines=1, parts=1, redeal=0.0), 0),
+    DealtParts: (lambda sampling: DealtParts(sampling=sampling, n_obs=100, machines=1), 0),
     Within: (lambda sampling: Within(sampling, RowSet.of(np.arange(100) >= 30)), 30),
 }
 

@@ -306,14 +306,6 @@ def test_epochs_that_are_planned_at_the_same_time_do_not_mix():
     np.testing.assert_array_equal(sampling.rows(0, 80, epoch=2, **options), wanted)
 
 
-def test_padding_repeats_whole_sets():
-    table = table_of([30, 21, 100, 64])
-    plans = [plan_of(CellSets("group", 8), table, 16, rank=rank, world_size=3, remainder="pad") for rank in range(3)]
-    found = [sets_of(plan) for plan in plans]
-    assert {len(each) for each in found} == {2 * plans[0].n_minibatches}
-    assert len({tuple(each) for of_rank in found for each in of_rank}) == 25
-
-
 TABLE = table_of([3, 5, 40])
 BAD = {
     "no columns": (lambda: CellSets([], 4), "group is an empty list"),

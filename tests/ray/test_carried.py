@@ -111,7 +111,7 @@ def not_there(minibatch):
     ("function", "kind", "says"),
     [
         (raises, ProducerError, "left and right\nraised by batch_transform raises for 16 rows"),
-        (unpicklable, ProducerError, r"lock.*batch_transform or fetch_transform returns must survive pickling"),
+        (unpicklable, ProducerError, r"lock.*batch_transform returns must survive pickling"),
         (not_there, ProducerError, r"(?s)no such module.*must survive pickling"),
     ],
 )

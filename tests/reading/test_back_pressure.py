@@ -169,9 +169,9 @@ MiB = 1 << 20
 MEMORY = 256 * MiB
 
 
-def _gates(*, threads=1, prefetch=2, grows=False, regroups=True):
+def _gates(*, threads=1, prefetch=2, grows=False):
     options = FetchOptions(memory=MEMORY, threads=threads, prefetch=prefetch)
-    return Gates(options, grows=grows, regroups=regroups, most=8, groups=16)
+    return Gates(options, grows=grows, most=8, groups=16)
 
 
 async def _all_that_pass(asked):

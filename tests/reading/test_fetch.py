@@ -98,12 +98,12 @@ class Large:
     nbytes: int = 100_000_000
 
 
-@pytest.mark.parametrize(("grows", "regroups", "size"), [(False, True, 8), (True, True, 1), (True, False, 8)])
-def test_minibatches_that_take_more_than_was_gathered_are_made_one_by_one(store, grows, regroups, size):
+@pytest.mark.parametrize(("grows", "size"), [(False, 8), (True, 1)])
+def test_minibatches_that_take_more_than_was_gathered_are_made_one_by_one(store, grows, size):
     def cut(together, cuts):
         return [Large(each.index) for each in gather.cut_apart(together, cuts)]
 
-    cutting = Cutting(cut=cut, grows=grows, regroups=regroups)
+    cutting = Cutting(cut=cut, grows=grows)
     recipe = Recipe(x={"X": [part_of(store)]}, form=Form(dense=False, dtype="int64"), cutting=cutting)
     put = []
 

@@ -22,7 +22,6 @@ TOKENS = {name: number for number, name in enumerate(["<pad>", "<mask>", "<cls>"
 PARTS = {
     "obs": ["cell_type", "n_counts"],
     "obsm": ["X_pca"],
-    "obs_names": True,
     "controls": zl.MatchedControls("passed", match="lane", n=1),
     "tokens": zl.tokenizers.ScGPT(TOKENS, max_length=12),
 }
@@ -76,16 +75,14 @@ def spoil(minibatch: zl.Minibatch) -> int:
 
 
 @pytest.mark.every(15)  # each layout once, and each cache
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_changes_are_not_seen_later(store, tmp_path, layout, cache):
-    parts = PARTS | ({"tokens": None} if layout == "anndata" else {})  # which has no place for them
-
     def loader() -> zl.Loader:
         kept = None if CACHES[cache] is None else zl.Cache(tmp_path / "cache", **CACHES[cache])
-        return zl.Loader(zl.open_dataset(store, cache=kept), layout=layout, **parts, **SIZES)
+        return zl.Loader(zl.open_dataset(store, cache=kept), layout=layout, **PARTS, **SIZES)
 
-    plain = zl.Loader(zl.open_dataset(store), layout=layout, **parts, **SIZES)
+    plain = zl.Loader(zl.open_dataset(store), layout=layout, **PARTS, **SIZES)
     wanted = [[content(minibatch) for minibatch in plain] for _ in range(2)]
     changing = loader()
     for epoch in wanted:
@@ -99,13 +96,11 @@ def test_changes_are_not_seen_later(store, tmp_path, layout, cache):
 def test_changes_of_var_are_not_seen_later(store):
     """With var in another order, an AnnData would name its columns wrongly."""
     dataset = zl.open_dataset(store)
-    minibatch = next(iter(zl.Loader(dataset, layout="anndata", shuffle=False)))
-    for adata in (dataset, dataset.take([0]), minibatch.x):
+    for adata in (dataset, dataset.take([0])):
         frame = adata.var
         frame["score"] = 0.0
         frame.index = frame.index[::-1]
-    minibatch = next(iter(zl.Loader(dataset, layout="anndata", shuffle=False)))
-    for adata in (dataset.take(range(64)), dataset.to_adata()[:64], minibatch.x):
+    for adata in (dataset.take(range(64)), dataset.to_adata()[:64]):
         assert adata.var.equals(ADATA.var)
         np.testing.assert_array_equal(dense(adata.X), ADATA[:64].X.toarray())
     assert dataset.var.equals(ADATA.var)

@@ -43,7 +43,7 @@ def test_batches_of_minibatches_are_refused(dataset, options):
     assert sum(len(minibatch) for minibatch in DataLoader(loader, batch_size=None)) == 60
 
 
-@pytest.mark.parametrize("layout", ["dense", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["dense", "scipy"])
 def test_minibatches_of_every_layout_are(dataset, layout):
     with pytest.raises(OptionError, match="batch_size=None"):
         next(iter(DataLoader(zl.Loader(dataset, layout=layout, **SIZES))))

@@ -107,7 +107,7 @@ def test_a_matrix_of_any_dtype(tmp_path, dtype, writer):
 
 @pytest.mark.any_version
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy"])
 @pytest.mark.parametrize("x", ["X", "layers/dense"])
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
 def test_float16_is_widened(tmp_path, layout, x, mirrored):

@@ -98,13 +98,13 @@ def doubled(minibatch):
 
 CONTENTS = [
     {},
-    {"layout": "dense", "dtype": "float64", "obsm": ["place"], "obs_names": True, "framework": "torch"},
+    {"layout": "dense", "dtype": "float64", "obsm": ["place"], "framework": "torch"},
     {"x": ["X", "layers/halves"], "layout": "packed", "genes": ["gene 7", "gene 3"]},
     {"tokens": GENEFORMER, "transforms": [zl.transforms.LogNormalize(1e4)]},
     {"sampling": zl.CellSets("donor", set_size=4)},
     {"neighbors": zl.Neighbors("distances", k=2), "framework": "numpy"},
-    {"fetch_transform": doubled, "batch_transform": scaled},
-    {"x": None, "drop_last": True, "remainder": "keep", "rank": 1, "world_size": 2},
+    {"batch_transform": scaled},
+    {"x": None, "drop_last": True, "rank": 1, "world_size": 2},
 ]
 
 

@@ -18,8 +18,8 @@ from zloader.reading.fetch import FetchScheduler, read_at_once
 from zloader.reading.group_bytes import GroupBytes
 from zloader.reading.recipe import Cutting
 from zloader.reading.resources import BufferPool
+from zloader.training.batch_transform import Made
 from zloader.training.csr_rows import CsrRows
-from zloader.training.own_transforms import Made
 
 N_ROWS, N_GENES = 150, 60
 IDS = [f"gene {number}" for number in range(N_GENES)]
@@ -30,10 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dense": {"layout": "dense", "dtype": "float64"},
     "packed": {"layout": "packed"},
     "scipy": {"layout": "scipy"},
-    "anndata": {"layout": "anndata"},
     "two x": {"x": ["X", "layers/dense"]},
     "no x": {"x": None},
-    "names": {"obs_names": True},
     "tokens": {"tokens": GENEFORMER},
     "controls": {"controls": zl.MatchedControls("lane == 0", match="line", n=2)},
 }
@@ -89,7 +87,7 @@ def test_groups_are_made_like_single_minibatches(dataset, name, view, framework)
     options = OPTIONS[name]
     rows = dataset.where(np.arange(N_ROWS) % 3 > 0) if view else dataset
     loader = loader_of(rows, framework=framework, **options)
-    plan, recipe, convert = loader.plan(0), loader.recipes().recipe(0), loader.recipes().converter()
+    plan, recipe, convert = loader.plan(0), loader.recipes().recipe(0), loader.recipes().minibatches
     alone = []
     for fetch in plan.fetches():
         arrays = read_at_once(recipe, fetch.rows[fetch.order], loader.options)
@@ -123,14 +121,14 @@ def test_tensors_can_be_changed_in_place_by_what_needs_a_gradient(dataset):
     assert weight.grad is not None
 
 
-@pytest.mark.parametrize(("name", "ahead"), [("csr", True), ("scipy", True), ("anndata", False)])
-def test_threads_make_what_several_threads_may_make(dataset, name, ahead):
+@pytest.mark.parametrize("name", ["csr", "scipy"])
+def test_threads_that_gather_make_minibatches(dataset, name):
     loader = loader_of(dataset, **OPTIONS[name])
     (fetch,) = loader.plan(0).fetches()
     items = list(
         FetchScheduler(loader.recipes().recipe(0, ready=True), loader.options, BufferPool()).start([fetch], name="test")
     )
-    assert [isinstance(item, Made) for item in items] == [ahead] * len(loader)
+    assert [isinstance(item, Made) for item in items] == [True] * len(loader)
     assert [item.index.tolist() for item in items] == [each.index.tolist() for each in loader]
     assert all(item.nbytes > 0 for item in items)
     assert loader.recipes().recipe(0).cutting == Cutting()  # arrays for another process

@@ -65,7 +65,7 @@ def check(loader: zl.Loader, names=NAMES, genes=slice(None)) -> None:
 
 
 @pytest.mark.every(15)
-@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy"])
 def test_rows_are_aligned_and_in_the_order_of_a_single_matrix(dataset, layout):
     loader = zl.Loader(dataset, x=NAMES, obs=["lane"], layout=layout, **SIZES)
     for _ in range(2):
@@ -81,13 +81,6 @@ def test_a_list_of_one_is_a_mapping(store):
     minibatch = next(iter(zl.Loader(zl.open_dataset(store), x=("X",), **SIZES)))
     assert list(minibatch.x) == ["X"]
     assert isinstance(next(iter(zl.Loader(zl.open_dataset(store), x=iter(["X"]), **SIZES))).x["X"], torch.Tensor)
-
-
-def test_as_anndata_each_matrix_has_its_own_var(store):
-    minibatch = next(iter(zl.Loader(zl.open_dataset(store), x=["X", "raw/X"], layout="anndata", **SIZES)))
-    assert {name: x.shape for name, x in minibatch.x.items()} == {"X": (16, 30), "raw/X": (16, 40)}
-    assert minibatch.x["raw/X"].var_names.tolist() == ADATA.raw.var_names.tolist()
-    assert minibatch.x["raw/X"].obs_names.tolist() == minibatch.x["X"].obs_names.tolist()
 
 
 @pytest.mark.parametrize(

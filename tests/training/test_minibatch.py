@@ -25,10 +25,8 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "csr": ({}, FIELDS),
     "dense": ({"layout": "dense"}, FIELDS),
     "scipy": ({"layout": "scipy"}, FIELDS),
-    "anndata": ({"layout": "anndata"}, [*FIELDS, "obs_names"]),
     "no x": ({"x": None}, ["row", "index", "obs", "obsm"]),
     "two x": ({"x": ["X", "raw/X"], "layout": "dense"}, FIELDS),
-    "obs names": ({"obs_names": True}, [*FIELDS, "obs_names"]),
 }
 
 
@@ -73,7 +71,6 @@ def test_a_minibatch_is_a_mapping_of_its_fields(dataset: zl.Dataset, name: str) 
     for key, value in minibatch.items():
         assert minibatch[key] is minibatch.get(key) is value is getattr(minibatch, key)
         assert key in minibatch
-    assert "obs_names" in names or minibatch.get("obs_names") is None is minibatch.obs_names
     assert len(minibatch) == 8
     assert len(next(iter(minibatch.values()))) == 8  # accelerate takes the size of the batch from the first value
 
@@ -85,7 +82,6 @@ def test_a_minibatch_can_be_built_of_its_parts(minibatch: zl.Minibatch, how: str
     assert again.keys() == minibatch.keys()
     assert again.row is minibatch.row
     assert all(again.obs[name] is minibatch.obs[name] for name in ("cell_type", "lane"))
-    assert again.obs_names is minibatch.obs_names
 
 
 def test_a_minibatch_keeps_its_parts_when_pickled(minibatch: zl.Minibatch) -> None:
@@ -98,19 +94,17 @@ def test_a_minibatch_keeps_its_parts_when_pickled(minibatch: zl.Minibatch) -> No
 @pytest.mark.parametrize("how", ["to", "pin_memory"])
 def test_a_moved_minibatch_keeps_its_parts(dataset: zl.Dataset, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # there may be no GPU
-    minibatch = load(dataset, obs_names=True)
+    minibatch = load(dataset)
     moved = minibatch.to("cpu") if how == "to" else minibatch.pin_memory()
     assert list(moved) == list(minibatch)
-    assert moved.obs_names is minibatch.obs_names
     assert moved.row is moved.index
 
 
 def test_dataloader_passes_minibatches_on(dataset: zl.Dataset) -> None:
-    loader = zl.Loader(dataset, batch_size=8, obs_names=True)
+    loader = zl.Loader(dataset, batch_size=8)
     minibatches = list(DataLoader(loader, batch_size=None))
     assert [type(minibatch) for minibatch in minibatches] == [zl.Minibatch] * 5
-    names = [name for minibatch in minibatches for name in minibatch.obs_names]
-    assert sorted(names) == sorted(ADATA.obs_names)
+    assert sorted(row for minibatch in minibatches for row in minibatch.index.tolist()) == list(range(40))
 
 
 def test_a_mapping_that_cannot_be_changed(dataset: zl.Dataset) -> None:

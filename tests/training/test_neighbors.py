@@ -220,12 +220,10 @@ def test_unusable_options(store: Path, options: Any, error: type[Exception], say
         zl.Loader(zl.open_dataset(store), neighbors=zl.Neighbors(**options))
 
 
-def test_other_types_and_fetch_transforms_are_refused(store: Path) -> None:
+def test_other_types_are_refused(store: Path) -> None:
     dataset = zl.open_dataset(store)
     with pytest.raises(OptionError, match=r"neighbors must be a zl\.Neighbors"):
         zl.Loader(dataset, neighbors="distances")
-    with pytest.raises(OptionError, match="use batch_transform"):
-        zl.Loader(dataset, neighbors=zl.Neighbors("distances"), fetch_transform=lambda minibatch: minibatch)
 
 
 def _far(graph: Any) -> None:

@@ -57,7 +57,7 @@ def check_epoch(loader, wanted: ad.AnnData) -> None:
     assert sorted(seen) == list(range(wanted.n_obs))
 
 
-@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy"])
 def test_every_row_has_its_own(store, layout):
     check_epoch(zl.Loader(zl.open_dataset(store), obsm=NAMES, obs=["lane"], layout=layout, **SIZES), ADATA)
 
@@ -68,13 +68,6 @@ def test_alone_and_from_a_mirror(store, tmp_path):
     for _ in range(2):
         check_epoch(zl.Loader(dataset, x=None, obsm=["X_pca"], **SIZES), ADATA)
         check_epoch(zl.Loader(dataset, obsm=["X_pca"], **SIZES), ADATA)
-
-
-def test_an_anndata_carries_it(store):
-    for minibatch in zl.Loader(zl.open_dataset(store)[:, [5, 1]], obsm=["X_pca"], layout="anndata", **SIZES):
-        assert list(minibatch.x.obsm) == ["X_pca"]
-        np.testing.assert_array_equal(minibatch.x.obsm["X_pca"], minibatch.obsm["X_pca"].numpy())
-        assert minibatch.x.var_names.tolist() == ["gene 5", "gene 1"]
 
 
 def test_take_carries_it(store):

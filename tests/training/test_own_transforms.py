@@ -1,4 +1,4 @@
-"""fetch_transform and batch_transform: the user's own functions, in the threads that gather minibatches."""
+"""batch_transform: the user's own function, in the threads that gather minibatches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.testing import assert_resumes_anywhere
-from zloader.training.own_transforms import _bytes_of
+from zloader.training.batch_transform import _bytes_of
 
 SIZES = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(4), "seed": 2}
 OPTIONS = {"obs": ["lane"], "obsm": ["place"], **SIZES}
@@ -40,9 +39,6 @@ def unchanged(minibatch: zl.Minibatch) -> zl.Minibatch:
 
 
 def twice(x: Any) -> Any:
-    if isinstance(x, ad.AnnData):
-        x.X = x.X * 2
-        return x
     return x * 2
 
 
@@ -67,19 +63,16 @@ def check(minibatch: zl.Minibatch, factor: int) -> np.ndarray:
 
 
 @pytest.mark.every(4)
-@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy"])
 @pytest.mark.parametrize("x", ["X", ["X", "layers/dense"]], ids=["one", "several"])
 def test_every_minibatch_is_transformed(dataset, layout, x):
     plain = zl.Loader(dataset, layout=layout, x=x, **OPTIONS)
-    fetch = zl.Loader(dataset, layout=layout, x=x, fetch_transform=doubled, **OPTIONS)
-    batch = zl.Loader(dataset, layout=layout, x=x, batch_transform=doubled, **OPTIONS)
-    both = zl.Loader(dataset, layout=layout, x=x, fetch_transform=doubled, batch_transform=doubled, **OPTIONS)
+    own = zl.Loader(dataset, layout=layout, x=x, batch_transform=doubled, **OPTIONS)
     for _ in range(2):
-        for minibatches in zip(plain, fetch, batch, both, strict=True):
-            rows = [check(minibatch, factor) for minibatch, factor in zip(minibatches, (1, 2, 2, 4), strict=True)]
-            assert all(each.tolist() == rows[0].tolist() for each in rows)
-            assert len({type(minibatch.x) for minibatch in minibatches}) == 1
-    assert fetch.statistics().rows == batch.statistics().rows == 120
+        for minibatch, twofold in zip(plain, own, strict=True):
+            assert check(minibatch, 1).tolist() == check(twofold, 2).tolist()
+            assert type(minibatch.x) is type(twofold.x)
+    assert own.statistics().rows == 120
 
 
 def test_a_batch_transform_may_return_anything(dataset):
@@ -93,21 +86,20 @@ def test_a_batch_transform_may_return_anything(dataset):
     assert [*zl.Loader(dataset, batch_transform=lambda minibatch: None, **SIZES)] == [None] * len(loader)
 
 
-def test_they_run_on_other_threads_with_several_minibatches(dataset):
+def test_it_runs_on_other_threads(dataset):
     seen = []
 
     def note(minibatch: zl.Minibatch) -> zl.Minibatch:
         seen.append((threading.current_thread().name, len(minibatch)))
         return minibatch
 
-    assert len([*zl.Loader(dataset, fetch_transform=note, **SIZES)]) == 8
+    assert len([*zl.Loader(dataset, batch_transform=note, **SIZES)]) == 8
     assert sum(n_rows for _, n_rows in seen) == 120
-    assert max(n_rows for _, n_rows in seen) > 16
     assert all(name.startswith("zloader-gather") for name, _ in seen)
 
 
 def test_without_x(dataset):
-    loader = zl.Loader(dataset, x=None, fetch_transform=unchanged, batch_transform=unchanged, **OPTIONS)
+    loader = zl.Loader(dataset, x=None, batch_transform=unchanged, **OPTIONS)
     for minibatch in loader:
         assert minibatch.x is None
         np.testing.assert_array_equal(minibatch.obs["lane"], ADATA.obs["lane"].iloc[minibatch.index])
@@ -115,17 +107,17 @@ def test_without_x(dataset):
 
 def test_a_view_has_its_own_positions(dataset):
     view = dataset[60:]
-    for minibatch in zl.Loader(view, fetch_transform=unchanged, **SIZES):
+    for minibatch in zl.Loader(view, batch_transform=unchanged, **SIZES):
         np.testing.assert_array_equal(minibatch.index, minibatch.row + 60)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_workers_and_resuming(dataset):
-    loader = zl.Loader(dataset, fetch_transform=doubled, batch_transform=totals, **SIZES)
+    loader = zl.Loader(dataset, batch_transform=totals, **SIZES)
     rows = [row for _, index in DataLoader(loader, batch_size=None, num_workers=2) for row in index]
     assert sorted(rows) == list(range(120))
     assert_resumes_anywhere(
-        lambda: zl.Loader(dataset, fetch_transform=doubled, batch_transform=totals, **SIZES),
+        lambda: zl.Loader(dataset, batch_transform=totals, **SIZES),
         described=lambda found: (found[0].tolist(), found[1]),
         every=3,
     )
@@ -152,21 +144,19 @@ class Picky:
         return fails_on(77, OwnError("no"), minibatch)
 
 
-@pytest.mark.parametrize("option", ["fetch_transform", "batch_transform"])
-def test_an_error_is_raised_in_the_loop_with_the_name_and_the_rows(dataset, option):
+def test_an_error_is_raised_in_the_loop_with_the_name_and_the_rows(dataset):
     def picky(minibatch: zl.Minibatch) -> zl.Minibatch:
         return fails_on(77, OwnError("no"), minibatch)
 
     for function, name in ((picky, r"test_.*picky"), (Picky(), "Picky"), (functools.partial(picky), "picky")):
-        loader = zl.Loader(dataset, sampling="streaming", batch_size=4, fetch_factor=2, **{option: function})
+        loader = zl.Loader(dataset, sampling="streaming", batch_size=4, fetch_factor=2, batch_transform=function)
         rows = []
         with pytest.raises(OwnError, match="no") as raised:
             rows.extend(row for minibatch in loader for row in minibatch.index.tolist())
-        assert rows == list(range(72 if option == "fetch_transform" else 76))
+        assert rows == list(range(76))
         (note,) = raised.value.__notes__
-        listed = "72, 73, 74, 75, 76, 77, 78, 79" if option == "fetch_transform" else "76, 77, 78, 79"
-        assert note.startswith(f"raised by {option} ")
-        assert note.endswith(f"rows of the dataset: {listed}")
+        assert note.startswith("raised by batch_transform ")
+        assert note.endswith("rows of the dataset: 76, 77, 78, 79")
         assert re.search(name, note)
         assert raised.traceback[-1].name == "fails_on"
         assert loader.state_dict()["epoch"] == 0
@@ -188,45 +178,14 @@ def test_interrupts_pass(dataset, error):
     assert_threads_end()
 
 
-def reversed_rows(minibatch: zl.Minibatch) -> zl.Minibatch:
-    order = torch.arange(len(minibatch) - 1, -1, -1)
-    return replace(minibatch, index=minibatch.index[order], row=minibatch.row[order])
-
-
-def sorted_in_place(minibatch: zl.Minibatch) -> zl.Minibatch:
-    minibatch.index[:] = minibatch.index.sort().values
-    return minibatch
-
-
-CHANGES = {
-    "another order in place": (sorted_in_place, "changed the number or the order of the rows"),
-    "fewer rows": (lambda made: replace(made, index=made.index[:-1]), "changed the number or the order of the rows"),
-    "another order": (reversed_rows, "changed the number or the order of the rows"),
-    "fewer rows of x": (lambda made: replace(made, x=made.x.to_dense()[1:]), r"returned x of shape \(\d+, 30\) for"),
-    "a number for x": (lambda made: replace(made, x=1.0), "returned x of shape None for"),
-    "fewer rows of obs": (lambda made: replace(made, obs={"lane": made.obs["lane"][1:]}), r"returned lane of shape \("),
-    "one name": (lambda made: replace(made, obs_names=np.array(["a"])), r"returned obs_names of shape \(1,\) for"),
-    "a tensor": (lambda made: made.x, "must return a zl.Minibatch, not Tensor"),
-    "nothing": (lambda made: None, "must return a zl.Minibatch, not NoneType"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_fetch_transform_must_keep_the_rows(dataset, name):
-    function, says = CHANGES[name]
-    with pytest.raises(OptionError, match=rf"fetch_transform \S+ {says}.*rows of the dataset: \d+"):
-        list(zl.Loader(dataset, fetch_transform=function, **OPTIONS))
-
-
-@pytest.mark.parametrize("option", ["fetch_transform", "batch_transform"])
 @pytest.mark.parametrize(
     ("function", "says"),
     [(zl.transforms.Clip(0, 1), r"go into the list transforms="), ("log1p", "'log1p'"), (dict, "the class dict")],
     ids=["transform", "name", "class"],
 )
-def test_only_functions_will_do(dataset, option, function, says):
-    with pytest.raises(OptionError, match=rf"{option} must be a function of a Minibatch, not .*{says}"):
-        zl.Loader(dataset, **{option: function})
+def test_only_functions_will_do(dataset, function, says):
+    with pytest.raises(OptionError, match=rf"batch_transform must be a function of a Minibatch, not .*{says}"):
+        zl.Loader(dataset, batch_transform=function)
 
 
 def test_bytes_of_what_is_yielded():

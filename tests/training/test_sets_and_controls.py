@@ -72,9 +72,9 @@ def assert_controlled(minibatch, n=1) -> int:
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
 def test_minibatches_have_whole_sets_with_their_labels_and_matched_controls(url, layout):
-    loader = loader_of(url, layout=layout, obsm=["X_pca"], obs_names=True)
+    loader = loader_of(url, layout=layout, obsm=["X_pca"])
     for epoch in range(2):
         fallbacks, seen = 0, []
         for minibatch in loader:
@@ -86,7 +86,6 @@ def test_minibatches_have_whole_sets_with_their_labels_and_matched_controls(url,
                 assert minibatch.group[name][sets].tolist() == OBS[name].iloc[rows].tolist()
             for each in (minibatch, minibatch.control):
                 np.testing.assert_array_equal(each.obsm["X_pca"].numpy(), ADATA.obsm["X_pca"][each.index.numpy()])
-                assert each.obs_names.tolist() == ADATA.obs_names[each.index.numpy()].tolist()
         assert len({*seen}) == len(seen) == OBS.groupby(["line", "drug"], observed=True).size().floordiv(8).sum() * 8
         statistics = loader.statistics()
         assert statistics.fallback_controls == fallbacks > 0
@@ -295,7 +294,6 @@ REFUSED = {
         "must be fewer columns than match",
     ),
     "not controls": (lambda: {"controls": "drug == 'DMSO'"}, OptionError, "controls must be a zl.MatchedControls"),
-    "a fetch_transform": (lambda: {"fetch_transform": lambda each: each}, OptionError, "use batch_transform"),
     "batch_size": (lambda: {"batch_size": 20}, OptionError, "batch_size 20 is not a multiple of set_size 8"),
 }
 

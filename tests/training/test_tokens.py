@@ -298,22 +298,17 @@ def test_the_bound_for_memory_holds(dataset, make):
         tokens = minibatch.tokens
         arrays = (tokens.input_ids, tokens.values, tokens.attention_mask, tokens.lengths)
         n_bytes = sum(array.numel() * array.element_size() for array in arrays)
-        assert n_bytes <= loader._contents.tokenizer.n_bytes((X[minibatch.index] > 0).sum(axis=1)) <= 3 * n_bytes
+        assert n_bytes <= loader.recipes().tokenizer.n_bytes((X[minibatch.index] > 0).sum(axis=1)) <= 3 * n_bytes
 
 
 REFUSED = {
     "no tokenizer": ({"tokens": "geneformer"}, "tokens must be a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT"),
-    "anndata": ({"tokens": scgpt(), "layout": "anndata"}, "layout='anndata' has no place for tokens"),
     "no gene": (
         {"tokens": scgpt(genes_by=None)},
         r"none of the 60 genes of X of \S+ is among the 55 genes of vocabulary: var_names has names such as 'gene 0'.*"
         "ensembl_id has 55 names that vocabulary knows: give genes_by='ensembl_id'",
     ),
     "no chosen gene": ({"tokens": scgpt(), "genes": [0, 1]}, "none of the 2 genes of X of"),
-    "fetch_transform": (
-        {"tokens": scgpt(), "fetch_transform": lambda minibatch: minibatch},
-        "fetch_transform gets no tokens: use batch_transform",
-    ),
     "chosen genes, and transforms that need all": (
         {"tokens": scgpt(), "genes": [6, 7], "transforms": [zl.transforms.Normalize(1e4)]},
         "transforms of 'X' need all genes, and tokens of it only those of the panel",

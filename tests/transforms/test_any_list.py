@@ -124,7 +124,7 @@ def test_all_pairs_with_genes_as_dense_rows(dataset: zl.Dataset, x: str) -> None
 @given(
     transforms=st.lists(st.sampled_from(POOL), min_size=1, max_size=5),
     genes=st.none() | st.lists(st.integers(0, N_GENES - 1), min_size=1, unique=True),
-    layout=st.sampled_from(["dense", "csr", "packed", "scipy", "anndata"]),
+    layout=st.sampled_from(["dense", "csr", "packed", "scipy"]),
     x=st.sampled_from(["X", "layers/dense"]),
     dtype=st.sampled_from([None, "float64", "int64"]),
 )

@@ -88,7 +88,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> zl.Dataset:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
 @pytest.mark.parametrize("genes", [None, [7, 2, 11]])
 def test_every_layout_and_genes(dataset, layout, genes):
     chosen = slice(None) if genes is None else genes

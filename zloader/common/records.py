@@ -16,7 +16,6 @@ Rows = NDArray[np.int64]
 Result = TypeVar("Result")
 # Rows handled at a time, so that no array over all rows is made. A multiple of the rows per count of a RowSet.
 WINDOW_ROWS = 1 << 20
-_NAME_BYTES = 72  # of a Python string of 23 letters
 
 
 def windows_of(n_rows: int) -> list[slice]:
@@ -172,28 +171,25 @@ class MinibatchArrays:
 
     `x` maps each matrix to CsrArrays or to a dense array of rows x genes. `obs` maps each
     column to one value per row. `obsm` maps each name to an array of rows x dims. `index` holds the row numbers in the
-    dataset (int64). `names` are the obs names as Python strings, or None if they are not wanted; so are `tokens`.
-    `sets` has the number of the set of each row, ascending by one, if the sampling has sets. `present` says for each
-    modality which rows it has.
+    dataset (int64). `tokens` is None if they are not wanted. `sets` has the number of the set of each row, ascending by
+    one, if the sampling has sets. `present` says for each modality which rows it has.
     """
 
     x: Mapping[str, X]
     obs: Mapping[str, NDArray[np.generic]]
     obsm: Mapping[str, NDArray[np.generic]]
     index: Rows
-    names: NDArray[np.object_] | None = None
     tokens: TokenRows | None = None
     sets: Rows | None = None
     present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays and names."""
+        """Bytes of all arrays."""
         annotations = sum(rows.nbytes for group in (self.obs, self.obsm, self.present) for rows in group.values())
         x = sum(matrix.nbytes for matrix in self.x.values())
-        names = 0 if self.names is None else self.names.nbytes + _NAME_BYTES * len(self.names)
         tokens = 0 if self.tokens is None else self.tokens.nbytes
-        return self.index.nbytes + annotations + names + x + tokens
+        return self.index.nbytes + annotations + x + tokens
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

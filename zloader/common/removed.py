@@ -27,7 +27,7 @@ _ADVICE = {
     "zloader.ray.keepers": _PART,
     "Loader(genes=)": "give the Loader a view: zl.Loader(dataset[:, genes])",
     "Loader(fetch_transform=)": "batch_transform is a function of your own that gets each minibatch",
-    "Loader(obs_names=)": "dataset.obs_names[minibatch.index] are the names of its rows",
+    "Loader(obs_names=)": "dataset.names_of(minibatch.row) are the names of its rows",
     "Loader(remainder=)": "drop_last=True drops a minibatch that is not full",
     "Loader(parts=)": "locality='machine' has one part per machine",
     "Loader(redeal=)": "locality='machine' keeps the part of a machine in all epochs",

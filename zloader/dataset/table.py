@@ -20,7 +20,7 @@ from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed
 from zloader.common.options import FetchOptions
-from zloader.common.records import CacheStatistics, MinibatchArrays, Rows, X
+from zloader.common.records import CacheStatistics, Rows, X
 from zloader.dataset.gene_statistics import Batches, StatisticsPass, VariableGenes, batches_of
 from zloader.dataset.graphs import graph_windows
 from zloader.dataset.in_memory import as_anndata, used_categories
@@ -286,18 +286,6 @@ class Table:
         if len(wrong):
             raise OptionError(f"row {wrong[0]} does not exist: the dataset has rows 0 to {self.n_obs - 1}")
         return self._rows.numbers(rows)
-
-    def to_anndata(self, minibatch: MinibatchArrays, x: str, var: pd.DataFrame) -> ad.AnnData:
-        """A minibatch as an AnnData with the matrix `x`, its obs columns (labels, not codes), its obsm, and `var`."""
-        obs = pd.DataFrame(index=pd.Index(minibatch.names))
-        for name, values in minibatch.obs.items():
-            labels = self.observations.labels(name)
-            if isinstance(labels, pd.Index):
-                obs[name] = pd.Categorical.from_codes(values, labels)
-            else:
-                obs[name] = values.view(labels)  # the dtype of dates, or their own
-        # A copy of var, because later minibatches get the same frame.
-        return as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var.copy())
 
     # ---- statistics of genes
 

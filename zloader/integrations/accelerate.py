@@ -146,7 +146,7 @@ def _last_rows(plan: Plan, n_processes: int) -> int:
 
     Of what was gathered at the last minibatch, `gather_for_metrics` keeps this many rows, or all if it is 0.
     """
-    if plan.pads or plan.drop_last:
+    if plan.drop_last:
         return 0
     rows, uneven = divmod(plan.n_rows % (plan.world_size * plan.batch_size), plan.world_size)
     return 0 if uneven else rows * n_processes
@@ -176,18 +176,18 @@ def _require_same_ranks(accelerator: Accelerator, loader: Loader) -> None:
 
 def _require_even_minibatches(accelerator: Accelerator, loader: Loader) -> None:
     plan = loader.plan(0)
-    full = plan.pads or plan.drop_last or plan.batch_size == 1
+    full = plan.drop_last or plan.batch_size == 1
     if accelerator.even_batches and not full and plan.n_rows % plan.world_size:
         raise OptionError(
             f"{plan.n_rows} rows do not divide evenly among {plan.world_size} processes, so their last minibatches "
-            "differ by a row, and accelerator.gather would hang or fail there: give zl.Loader remainder='pad' (some "
-            "rows come twice) or drop_last=True, or set accelerator.even_batches = False if you gather no rows"
+            "differ by a row, and accelerator.gather would hang or fail there: give zl.Loader drop_last=True, or set "
+            "accelerator.even_batches = False if you gather no rows"
         )
 
 
 def _require_device(accelerator: Accelerator, loader: Loader) -> None:
     device = accelerator.device
-    if device.type != "cpu" and loader.layout in ("scipy", "anndata") and accelerator.device_placement:
+    if device.type != "cpu" and loader.layout == "scipy" and accelerator.device_placement:
         raise OptionError(
             f"layout={loader.layout!r} has no tensors to move to {device}: take layout='csr', 'dense' or 'packed', or "
             "Accelerator(device_placement=False)"

@@ -23,8 +23,8 @@ from zloader.training.devices import copied
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
-_TRAINING_ONLY = ("sampling", "drop_last", "remainder", "processes")  # options of the Loader of shuffled rows
-_OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_world_size", "parts", "redeal", "options")
+_TRAINING_ONLY = ("sampling", "drop_last", "processes")  # options of the Loader of shuffled rows
+_OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_world_size", "options")
 _DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
 
 

@@ -10,7 +10,6 @@ yields the same number of minibatches:
 - `drop_last=False` keeps every row. The exception is `batch_size=1`, which drops fewer than `world_size` rows.
 - `drop_last=True` drops fewer than `world_size * batch_size` rows. They are the last rows of the order, so each
   shuffled epoch drops different rows.
-- `remainder="pad"` fills every minibatch of every rank by repeating the first rows of the order.
 
 With several `machines`, each of them has a stretch of the order of its own (parts.py), from which its ranks get their
 fetches. All else is as with one. So all ranks of all machines yield the same number of minibatches.
@@ -28,12 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_count, require_flag, require_one_of
+from zloader.common.checks import require_count, require_flag
 from zloader.common.errors import OptionError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
@@ -112,7 +111,6 @@ class Plan:
     world_size: int = 1
     machines: int = 1
     drop_last: bool = False
-    remainder: Literal["keep", "pad"] = "keep"
     companions: AddsRows | None = None
 
     def __post_init__(self) -> None:
@@ -142,33 +140,18 @@ class Plan:
                 f"{self.fetch_factor} = {self.fetch_rows} rows, so nothing would be shuffled across blocks: "
                 "raise fetch_factor or lower block_size"
             )
-        if str(self.remainder) == "drop":
-            raise OptionError("remainder='drop' is now 'keep', because it keeps rows: write 'keep', or drop_last=True")
-        require_one_of(["keep", "pad"], remainder=self.remainder)
         require_flag(drop_last=self.drop_last)
-        if self.pads and self.drop_last:
-            raise OptionError(
-                "remainder='pad' and drop_last=True exclude each other, because padding leaves no smaller minibatch: "
-                "set one of them"
-            )
         rest = isinstance(self.sampling, Unseen)  # may have fewer rows than ranks, which are then left out
-        if self._n_units < (1 if self.pads else self.world_size) and not rest:
+        if self._n_units < self.world_size and not rest:
             if not self.n_rows:
                 raise OptionError("there are 0 rows to load: the dataset, view or sampling is empty")
             units = f"{self.n_rows} rows" if self._unit == 1 else f"{self._n_units} units of {self._unit} rows"
-            raise OptionError(
-                f"{units} cannot be divided among {self.world_size} ranks: use fewer ranks or remainder='pad'"
-            )
+            raise OptionError(f"{units} cannot be divided among {self.world_size} ranks: use fewer ranks")
 
     @property
     def fetch_rows(self) -> int:
         """The most rows in a fetch."""
         return self.batch_size * self.fetch_factor
-
-    @property
-    def pads(self) -> bool:
-        """Whether rows are repeated so that every minibatch is full."""
-        return self.remainder == "pad"
 
     @property
     def swept_rows(self) -> int:
@@ -205,7 +188,7 @@ class Plan:
     @property
     def _all_full(self) -> bool:
         """Whether every minibatch has `batch_size` rows."""
-        return self.pads or self.drop_last or self._minibatch_units == 1
+        return self.drop_last or self._minibatch_units == 1
 
     @property
     def _round_units(self) -> int:
@@ -216,7 +199,7 @@ class Plan:
     def n_minibatches(self) -> int:
         """Minibatches of this rank, which is the same number on every rank."""
         full, left = divmod(self._n_units, self._round_units)
-        dropped = not self.pads and (self._all_full or self._n_units < self.world_size)
+        dropped = self._all_full or self._n_units < self.world_size
         return full + (left > 0 and not dropped)
 
     @cached_property
@@ -270,10 +253,7 @@ class Plan:
         return stretch_of(self.n_rows, self._place[0], self.machines)
 
     def _span(self, number: int) -> tuple[int, int]:
-        """Positions `[start, stop)` of a fetch within the stretch of the machine.
-
-        With padding, those after the end of the stretch stand for its first rows again.
-        """
+        """Positions `[start, stop)` of a fetch within the stretch of the machine."""
         start, (machine, local) = self._first_minibatch(number) * self._round_units, self._place
         share, extra = self._size(number) * self._minibatch_units, 0
         if number == self.n_fetches - 1 and not self._all_full:
@@ -298,23 +278,12 @@ class Plan:
         return shuffled(n_rows, key_of(self.seed, self.epoch, number * self.world_size + self.rank))
 
     def _rows(self, start: int, stop: int) -> Rows:
-        """The rows at positions `[start, stop)` of the stretch. With padding, positions wrap around after its end."""
-        pieces: list[Rows] = []
-        stretch = self._stretch
-        if self.pads and stretch.start == stretch.stop:  # the rest of an epoch, of fewer rows than machines
-            stretch = slice(0, self.n_rows)
-        n_rows = stretch.stop - stretch.start
-        while start < stop or not pieces:
-            first = start % n_rows if self.pads else start
-            size = min(stop - start, n_rows - first)
-            assert size > 0 or start == stop, "a fetch lies beyond the rows of its machine"
-            begin = stretch.start + first
-            rows = self.sampling.rows(
-                begin, begin + size, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch
-            )
-            pieces.append(require_rows(rows, self.sampling, begin, begin + size, self.dataset_rows))
-            start += size
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        """The rows at positions `[start, stop)` of the stretch."""
+        first = self._stretch.start
+        assert first + stop <= self._stretch.stop, "a fetch lies beyond the rows of its machine"
+        start, stop = first + start, first + stop
+        rows = self.sampling.rows(start, stop, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch)
+        return require_rows(rows, self.sampling, start, stop, self.dataset_rows)
 
     def n_positions(self, number: int) -> int:
         """The positions of a fetch in the order of the epoch: its rows without companions, and with any gaps."""
@@ -374,17 +343,11 @@ class Plan:
 def _left(ranks: Sequence[Plan], number: int, received: int) -> tuple[Rows, int, int]:
     """What the ranks of a machine have not received after `received` minibatches of a fetch: a piece of Unseen."""
     one, stretch = ranks[0], ranks[0]._stretch
-    n_rows = stretch.stop - stretch.start
-    begin = min(one._span(number)[0], n_rows)
-    if not received or not n_rows:
+    begin = min(one._span(number)[0], stretch.stop - stretch.start)
+    if not received:
         return np.empty(0, np.int64), stretch.start + begin, stretch.stop
-    left, repeated = [], []
+    left = []
     for rank in ranks:
         start, stop = rank._span(number)
-        positions, cut = start + rank._order(number, stop - start), rank._cuts(number)[received]
-        repeated.append(positions[:cut][positions[:cut] >= n_rows] % n_rows)
-        left.append(np.sort(positions[cut:][positions[cut:] < n_rows]))  # later positions are padding
-    end = min(stop, n_rows)
-    unseen = np.concatenate(left)
-    unseen = unseen[~np.isin(unseen, np.concatenate(repeated))]  # if one fetch is longer than the epoch
-    return one._rows(begin, end)[unseen - begin], stretch.start + end, stretch.stop
+        left.append(np.sort(start + rank._order(number, stop - start)[rank._cuts(number)[received] :]))
+    return one._rows(begin, stop)[np.concatenate(left) - begin], stretch.start + stop, stretch.stop

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zloader.common.checks import require_count, require_one_of, require_whole
 from zloader.common.errors import OptionError
-from zloader.common.loaded import rank_and_world_size
 from zloader.order.draws import Draws
 from zloader.order.parts import DealtParts
 from zloader.order.sampling import Sampling
@@ -19,20 +19,15 @@ Locality = Literal["global", "machine"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """A rank among the `world_size` ranks that divide the rows. Each of `machines` has some `parts` of them if not 1.
-
-    `redeal` is the share of the parts that is dealt anew in each epoch.
-    """
+    """A rank among the `world_size` ranks that divide the rows. Several `machines` have a part of the rows each."""
 
     rank: int
     world_size: int
     machines: int = 1
-    parts: int = 1
-    redeal: float = 0.0
 
     def keep_to_parts(self, sampling: Sampling, dataset_rows: int) -> Sampling:
-        """The sampling within the parts of each machine. Raises OptionError if it cannot be restricted."""
-        if self.parts == 1:
+        """The sampling within the part of each machine. Raises OptionError if it cannot be restricted."""
+        if self.machines == 1:
             return sampling
         if not isinstance(sampling, Streaming | BlockShuffling | MixtureOfScanners):
             kind = "weighted sampling" if isinstance(sampling, Draws) else type(sampling).__name__
@@ -50,9 +45,7 @@ class RankPlacement:
                 f"{dataset_rows} rows cannot be divided among {self.machines} machines: use fewer machines or "
                 "locality='global'"
             )
-        return DealtParts(
-            sampling=sampling, n_obs=dataset_rows, machines=self.machines, parts=self.parts, redeal=self.redeal
-        )
+        return DealtParts(sampling=sampling, n_obs=dataset_rows, machines=self.machines)
 
 
 def placement_of(
@@ -60,17 +53,11 @@ def placement_of(
     world_size: int | None,
     locality: Locality,
     local_world_size: int | None,
-    parts: int | None = None,
-    redeal: float = 0.0,
-    *,
-    framework: str = "torch",
 ) -> RankPlacement:
-    """The rank from the arguments, the framework or the environment; with "machine", the machines and parts."""
+    """The rank from the arguments, torch.distributed or the environment; with "machine", the number of machines."""
     require_one_of(["global", "machine"], locality=locality)
-    rank, world_size = _rank_and_world_size(rank, world_size, framework)
+    rank, world_size = _rank_and_world_size(rank, world_size)
     if locality == "global":
-        if parts is not None or redeal:
-            raise OptionError("parts and redeal are for locality='machine': give that, too, or leave them out")
         return RankPlacement(rank=rank, world_size=world_size)
     if local_world_size is None:
         local_world_size = _variable("LOCAL_WORLD_SIZE")
@@ -84,29 +71,17 @@ def placement_of(
         )
     if rank >= world_size:
         raise OptionError(f"rank {rank} does not exist in a world of {world_size}: ranks are numbered from 0")
-    machines = world_size // local
-    n_parts = machines if parts is None else parts
-    require_count(parts=n_parts)
-    if n_parts % machines:
-        raise OptionError(
-            f"{n_parts} parts cannot be divided evenly among {machines} machines: give parts a multiple of every "
-            "number of machines that this run may have, such as 64 or 60"
-        )
-    if isinstance(redeal, bool) or not isinstance(redeal, (int, float)) or not 0 <= redeal <= 1:
-        raise OptionError(
-            f"redeal is the share of the parts that is dealt anew each epoch, from 0 to 1, not {redeal!r}"
-        )
-    return RankPlacement(rank=rank, world_size=world_size, machines=machines, parts=int(n_parts), redeal=float(redeal))
+    return RankPlacement(rank=rank, world_size=world_size, machines=world_size // local)
 
 
-def _rank_and_world_size(rank: int | None, world_size: int | None, framework: str) -> tuple[int, int]:
+def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise OptionError("give rank and world_size together, or neither")
     if rank is not None and world_size is not None:
         return rank, world_size
-    initialised = rank_and_world_size(framework)
-    if initialised is not None:
-        return initialised
+    distributed: Any = sys.modules.get("torch.distributed")  # what is not imported is not initialised
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
     rank, world_size = _variable("RANK"), _variable("WORLD_SIZE")
     if rank is None and world_size in (None, 1):
         return 0, 1

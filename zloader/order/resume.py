@@ -3,8 +3,8 @@
 In lock-step training all ranks have received the same number of minibatches. One number therefore describes all ranks,
 and it is enough to save the state of one rank. With the same number of ranks, each rank continues where it was, bit for
 bit. With another number of ranks, the rows of the epoch that no rank has received are dealt to the new ranks. The state
-then has one stretch per number of ranks: the world size, the minibatches received by each rank, and the number of
-machines if these have parts of the rows.
+then has one stretch per number of ranks: the world size, and the minibatches received by each rank. The number of
+machines follows if they have parts of the rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zloader.common.errors import OptionError
-from zloader.order.parts import for_machines
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling
 
@@ -31,11 +30,10 @@ _NUMBERS = ("epoch", "stretches", "worker", "of_workers", "of_ranks", "worker_mi
 
 
 class Stretch(NamedTuple):
-    """Minibatches received per rank, in a world of so many ranks on so many machines with parts (1 without parts)."""
+    """Minibatches received per rank, in a world of so many ranks."""
 
     world_size: int
     minibatches: int
-    machines: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +63,19 @@ class Position:
                 "need them; only Loader.state_dict without workers fits any number".format(*then, *now)
             )
 
-    def later(self, world_size: int, machines: int, n_minibatches: int) -> Position:
+    def later(self, world_size: int, n_minibatches: int) -> Position:
         """The position `n_minibatches` later on each of `world_size` ranks, or in this one of several workers."""
         if self.of_workers > 1:
             return replace(self, worker_minibatches=self.worker_minibatches + n_minibatches)
-        before, done = _split(self.stretches, world_size, machines)
+        before, done = _split(self.stretches, world_size)
         if not done + n_minibatches:
             return self
-        return replace(self, stretches=(*before, Stretch(world_size, done + n_minibatches, machines)))
+        return replace(self, stretches=(*before, Stretch(world_size, done + n_minibatches)))
 
 
-def _split(stretches: Sequence[Stretch], world_size: int, machines: int) -> tuple[Sequence[Stretch], int]:
-    """The earlier stretches, and the minibatches of the last stretch if it has these ranks and machines (else 0)."""
-    if stretches and (stretches[-1].world_size, stretches[-1].machines) == (world_size, machines):
+def _split(stretches: Sequence[Stretch], world_size: int) -> tuple[Sequence[Stretch], int]:
+    """The earlier stretches, and the minibatches of the last stretch if it has so many ranks (else 0)."""
+    if stretches and stretches[-1].world_size == world_size:
         return stretches[:-1], stretches[-1].minibatches
     return stretches, 0
 
@@ -85,13 +83,12 @@ def _split(stretches: Sequence[Stretch], world_size: int, machines: int) -> tupl
 def resumed(plan: Plan, stretches: Iterable[Sequence[int]]) -> tuple[Plan, int]:
     """The plan of the rest of an epoch, and the number of its minibatches that this rank has received.
 
-    Reads nothing. If the number of ranks has changed, it takes the memory of one fetch per former rank. Raises
-    OptionError if the stretches do not fit the epoch.
+    `stretches` are those of a Position or of a state. Reads nothing. If the number of ranks has changed, it takes the
+    memory of one fetch per former rank. Raises OptionError if the stretches do not fit the epoch.
     """
-    before, done = _split([Stretch(*each) for each in stretches], plan.world_size, plan.machines)
-    for world_size, minibatches, machines in before:
-        sampling = for_machines(plan.sampling, machines)
-        then = replace(plan, rank=0, world_size=world_size, machines=machines, sampling=sampling)
+    before, done = _split([Stretch(*each[:2]) for each in stretches], plan.world_size)
+    for world_size, minibatches in before:
+        then = replace(plan, rank=0, world_size=world_size)
         _require_position(then, minibatches)
         plan = replace(plan, sampling=then.unseen(minibatches))
     _require_position(plan, done)
@@ -108,7 +105,8 @@ def _require_position(plan: Plan, done: int) -> None:
 
 def as_state(position: Position, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The result of `state_dict`: numbers, strings, and lists of these."""
-    stretches = [list(stretch if stretch.machines > 1 else stretch[:2]) for stretch in position.stretches]
+    of = [identity["parts"]] if identity.get("parts", 1) > 1 else []
+    stretches = [[*stretch, *of] for stretch in position.stretches]
     return {"version": VERSION, **dataclasses.asdict(position), "stretches": stretches, **identity}
 
 
@@ -135,17 +133,21 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
             "epoch with set_epoch"
         )
     try:
-        stretches = tuple(Stretch(*map(_whole, stretch)) for stretch in state["stretches"])
-        if any(each.machines > 1 and identity.get("locality") != "machine" for each in stretches):
-            raise ValueError("its stretches are of several machines with parts")
-        if any(each.machines < 1 or each.world_size % each.machines for each in stretches):
-            raise ValueError("its machines have different numbers of ranks")
+        stretches = tuple(_stretch(identity.get("parts", 1), *map(_whole, each)) for each in state["stretches"])
         numbers = {name: _whole(state[name]) for name in _NUMBERS if name != "stretches"}
     except (TypeError, ValueError) as error:
         raise OptionError(f"the state is damaged: {error}") from error
     if len(stretches) > MAX_STRETCHES:
         raise OptionError(f"the state is damaged: {state!r:.300}")
     return Position(stretches=stretches, **numbers)
+
+
+def _stretch(parts: int, world_size: int, minibatches: int, machines: int = 1) -> Stretch:
+    if machines != parts:
+        raise ValueError(f"it is of {machines} machines with parts of the rows, and there are {parts}")
+    if world_size % parts:
+        raise ValueError(f"{parts} machines cannot have the same number of {world_size} ranks")
+    return Stretch(world_size, minibatches)
 
 
 def _whole(number: Any) -> int:

@@ -130,15 +130,16 @@ class Producer:
         """Begins to make what remains of a fetch, as the recipe has it.
 
         `plan` is the plan of epoch `number` of those that are produced. Minibatches that are made, and not yet taken,
-        have up to a quarter of `ready_bytes`, and a group a sixteenth of it, or one minibatch each. With a
-        fetch_transform, which gets the same minibatches at once as in a loader, the loader's own budget holds instead.
+        have up to a quarter of `ready_bytes`, and a group a sixteenth of it, or one minibatch each.
         """
         epoch_plan, recipe = self._opened(number, plan)
         options = self._recipes.options
         # All that a producer makes at a time shares the memory of one loader.
-        options = replace(options, in_flight_bytes=options.in_flight_bytes // LANES)
-        if recipe.cutting.regroups:  # otherwise groups must be those of the loader, and so must the budget
-            options = replace(options, ready_bytes=max(1, min(options.ready_bytes // LANES, ready_bytes)))
+        options = replace(
+            options,
+            in_flight_bytes=options.in_flight_bytes // LANES,
+            ready_bytes=max(1, min(options.ready_bytes // LANES, ready_bytes)),
+        )
         with carrying():
             scheduler = FetchScheduler(recipe.with_parts(self._recipes.own_parts), options, self._buffers)
             return Groups(scheduler, epoch_plan.rest_of(remaining), options.ready_bytes // 4)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import ProducerError
 
-_ALIGNED = 64  # bytes, as JAX and compiled loops like their arrays
+_ALIGNED = 64  # bytes, as compiled loops like their arrays
 _PAGE = mmap.PAGESIZE
 _INLINE = -1  # instead of the number of a slot: a part that lies beside the pickle
 _PLACE = 24  # bytes: a slot, the first byte, and the length

@@ -164,8 +164,8 @@ def cause_of(error: Any, member: Member) -> BaseException:
     if isinstance(cause, CarriedError):
         return cause.opened(member.where)
     return ProducerError(
-        f"Ray cannot send what a producer has made{member.where}: {cause!r:.1000}. What batch_transform or "
-        "fetch_transform returns must survive pickling: return tensors, arrays or plain objects"
+        f"Ray cannot send what a producer has made{member.where}: {cause!r:.1000}. What batch_transform returns must "
+        "survive pickling: return tensors, arrays or plain objects"
     )
 
 

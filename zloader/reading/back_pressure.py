@@ -113,11 +113,11 @@ class Gates:
     """The gates of one epoch, for the coroutines of its event loop.
 
     If minibatches `grow`, they may take more bytes than their x. The most that any group has grown is then expected of
-    the next ones; while it is not known, one group is made at a time. If they `regroup`, groups become smaller by it.
-    A group has at `most` so many minibatches, and at least so many `groups` fit into `ready_bytes`.
+    the next ones, and groups become smaller by it; while it is not known, one group is made at a time. A group has at
+    `most` so many minibatches, and at least so many `groups` fit into `ready_bytes`.
     """
 
-    def __init__(self, options: FetchOptions, *, grows: bool, regroups: bool, most: int, groups: int) -> None:
+    def __init__(self, options: FetchOptions, *, grows: bool, most: int, groups: int) -> None:
         self.room = ByteBudget(options.buffer_bytes)
         # A quarter for minibatches that are ready, and the rest for those being gathered: if they are large, only a few
         # threads can gather at once.
@@ -129,7 +129,7 @@ class Gates:
         self._ahead = asyncio.Semaphore(_FIRST_AHEAD)
         self._more_ahead = options.prefetch + 1 - _FIRST_AHEAD
         self._waits = Waits(options.threads)
-        self._grows, self._regroups, self._most = grows, regroups, most
+        self._grows, self._most = grows, most
         self._growth = math.inf if grows else 1.0  # bytes put per byte of x
 
     async def fetch_begins(self) -> None:
@@ -153,8 +153,7 @@ class Gates:
         begin, n_minibatches = 0, len(cuts) - 1
         average = max(1, x_bytes(cuts) // max(1, n_minibatches))
         while begin < n_minibatches:
-            n_bytes = average * (self._growth if self._regroups else 1)
-            size = max(1, min(self._most, int(self._group_bytes // n_bytes)))
+            size = max(1, min(self._most, int(self._group_bytes // (average * self._growth))))
             yield cuts[begin : begin + size + 1]
             begin += size
 

@@ -80,13 +80,7 @@ class FetchScheduler:
         self._recipe = recipe
         self._options = options
         cutting = recipe.cutting
-        self._gates = Gates(
-            options,
-            grows=cutting.grows,
-            regroups=cutting.regroups,
-            most=cutting.most,
-            groups=cutting.groups,
-        )
+        self._gates = Gates(options, grows=cutting.grows, most=cutting.most, groups=cutting.groups)
         self._columns: Mapping[str, ObsColumn | PagedColumn] = {}
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
@@ -164,7 +158,7 @@ class FetchScheduler:
             buffer=buffer,
         )
 
-    def _without_x(self, loaded: _Loaded, names: NDArray[np.object_] | None) -> MinibatchArrays:
+    def _without_x(self, loaded: _Loaded) -> MinibatchArrays:
         """All rows of a fetch without x. Their obs and obsm are taken for all at once, block by block."""
         rows = loaded.planned.fetch.rows
         without_x = MinibatchArrays(
@@ -172,7 +166,6 @@ class FetchScheduler:
             obs={name: rows_of(column, rows, loaded.columns) for name, column in self._columns.items()},
             obsm={name: rows_of(array, rows, loaded.columns) for name, array in self._obsm.items()},
             index=rows,
-            names=names,
             sets=loaded.planned.fetch.sets,
             present={name: has[rows] for name, has in self._recipe.columns.present.items()},
         )
@@ -194,10 +187,7 @@ class FetchScheduler:
             self._totals = await aside(self._recipe.tokens.totals)
         while (load := await loads.get()) is not None:
             loaded = await self._loaded(load)
-            names = None
-            if columns.names is not None:  # aside, because it may read from the store
-                names = await aside(columns.names, loaded.planned.fetch.rows)
-            without_x, _ = await begun(threads, self._without_x, loaded, names)
+            without_x, _ = await begun(threads, self._without_x, loaded)
             n_bytes = GroupBytes(recipe, loaded.planned.fetch, [rows.planned for rows in loaded.x])
             for cuts in self._gates.groups(loaded.planned.fetch.cuts, n_bytes):
                 claim = await self._gates.group_begins(max(1, n_bytes(cuts)))
@@ -237,7 +227,6 @@ class FetchScheduler:
             obs={name: values[taken] for name, values in without_x.obs.items()},
             obsm={name: array[taken] for name, array in without_x.obsm.items()},
             index=rows,
-            names=None if without_x.names is None else without_x.names[taken],
             tokens=self._tokens(loaded, taken, rows),
             sets=None if without_x.sets is None else without_x.sets[taken],
             present={name: has[taken] for name, has in without_x.present.items()},

@@ -168,7 +168,7 @@ def csr_rows(
 
 
 def aligned(make: Callable[..., NDArray[Any]], shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """An array that `np.empty` or `np.zeros` makes, from a multiple of 64 bytes on, as JAX needs it to share it."""
+    """An array that `make` makes, from a multiple of 64 bytes on: jax.device_put shares the memory of such an array."""
     n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = make(n_bytes + _ALIGNED, np.dtype(np.uint8))
     first = -memory.ctypes.data % _ALIGNED
@@ -216,11 +216,10 @@ def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
     x = {name: _cut_x(matrix, first, last) for name, matrix in minibatch.x.items()}
     obs, obsm = ({name: rows[first:last] for name, rows in of.items()} for of in (minibatch.obs, minibatch.obsm))
     present = {name: has[first:last] for name, has in minibatch.present.items()}
-    names = None if minibatch.names is None else minibatch.names[first:last]
     tokens = None if minibatch.tokens is None else minibatch.tokens.cut(first, last)
     sets = None if minibatch.sets is None else minibatch.sets[first:last]
     index = minibatch.index[first:last]
-    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=index, names=names, tokens=tokens, sets=sets, present=present)
+    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=index, tokens=tokens, sets=sets, present=present)
 
 
 def _cut_x(x: X, first: int, last: int) -> X:

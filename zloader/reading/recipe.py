@@ -25,14 +25,13 @@ class RowColumns:
     """What minibatches have of their rows beside x.
 
     `obs` and `obsm` return the obs columns and obsm arrays of all rows of the dataset; they are called while the first
-    rows are read. `paged` has those of them whose rows are loaded with each fetch. `names` looks up the obs names of
-    rows, for minibatches that carry them. `present` says for each modality which rows of the dataset it has.
+    rows are read. `paged` has those of them whose rows are loaded with each fetch. `present` says for each modality
+    which rows of the dataset it has.
     """
 
     obs: Callable[[], Mapping[str, ObsColumn | PagedColumn]] = dict
     obsm: Callable[[], Mapping[str, NDArray[Any] | PagedColumn]] = dict
     paged: Sequence[PagedColumn] = ()
-    names: Callable[[Rows], NDArray[np.object_]] | None = None
     present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
 
     def with_parts(self, own: OwnParts) -> RowColumns:
@@ -52,14 +51,13 @@ class Cutting:
     """How the items that are put are made of minibatches that were gathered as one.
 
     `cut` makes them, given the rows at which it is cut, from 0 to its last. `grows` says that they may take more memory
-    than what was gathered, and `regroups` that the number of minibatches gathered as one may then change, which `cut`
-    must not notice. At `most` so many minibatches are gathered as one, and at least so many `groups` of them fit into
-    `ready_bytes`: malloc gives freed memory to groups of all sizes, and fits them badly.
+    than what was gathered; then fewer minibatches are gathered as one. At `most` so many minibatches are gathered as
+    one, and at least so many `groups` of them fit into `ready_bytes`: malloc gives freed memory to groups of all sizes,
+    and fits them badly.
     """
 
     cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
     grows: bool = False
-    regroups: bool = True
     most: int = 8
     groups: int = 16
 

@@ -1,13 +1,12 @@
-"""Rows in CSR form as arrays of NumPy or JAX, and the tables that a model takes."""
+"""Rows in CSR form as arrays of NumPy, and the tables that a model takes."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
 
@@ -15,7 +14,7 @@ from zloader.common.errors import OptionError
 class Padded(NamedTuple):
     """Rows as tables of rows x length. Places beyond the end of a row have the gene `n_genes` and the value 0.
 
-    genes: int64 (JAX: int32). An embedding of `n_genes + 1` entries takes them.
+    genes: int64. An embedding of `n_genes + 1` entries takes them.
     values: the value of each gene.
     mask: bool, True for a value and False for padding.
     """
@@ -27,7 +26,7 @@ class Padded(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class CsrRows:
-    """Rows x genes as three arrays: `minibatch.x` of NumPy or JAX with layout "csr" or "packed".
+    """Rows x genes as three arrays: `minibatch.x` of NumPy with layout "csr" or "packed".
 
     >>> loader = zl.Loader(dataset, batch_size=64, layout="packed", framework="numpy")
     >>> x = next(iter(loader)).x
@@ -40,14 +39,11 @@ class CsrRows:
     indices: the gene of each value, ascending in each row; int32, with layout "packed" the smallest unsigned dtype.
     values: with layout "packed" in the stored dtype, else in the loader's `dtype`.
     shape: rows and genes.
-
-    In JAX it is a pytree, so that a jitted function takes it. There `indices` and `values` end with zeros up to a
-    rounded length, and the function is compiled for few lengths instead of one per minibatch.
     """
 
-    indptr: Any
-    indices: Any
-    values: Any
+    indptr: NDArray[np.integer]
+    indices: NDArray[np.integer]
+    values: NDArray[Any]
     shape: tuple[int, int]
 
     def __len__(self) -> int:
@@ -58,7 +54,7 @@ class CsrRows:
         return f"CsrRows({rows} x {genes}, indices {self.indices.dtype}, values {self.values.dtype})"
 
     def __getitem__(self, rows: slice) -> CsrRows:
-        """The rows `[first, last)`, which share the memory of these if they are of NumPy. Raises OptionError."""
+        """The rows `[first, last)`, which share the memory of these. Raises OptionError for any other choice."""
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             raise OptionError(
                 f"CsrRows cannot give x[{rows!r:.100}], only slices of rows that follow each other, such as x[2:5]: "
@@ -76,54 +72,30 @@ class CsrRows:
         return int(self.indptr.nbytes + self.indices.nbytes + self.values.nbytes)
 
     @property
-    def lengths(self) -> Any:
+    def lengths(self) -> NDArray[np.integer]:
         """Values per row."""
-        return self.indptr[1:] - self.indptr[:-1]
+        return np.diff(self.indptr)
 
-    def each(self, function: Callable[[Any], Any]) -> CsrRows:
-        """The rows with a function applied to each of the three arrays."""
-        return CsrRows(function(self.indptr), function(self.indices), function(self.values), self.shape)
-
-    def dense(self, dtype: Any = "float32") -> Any:
+    def dense(self, dtype: Any = "float32") -> NDArray[Any]:
         """The rows as a dense array of rows x genes. If a row has a gene twice, its values are summed."""
-        xp = _namespace(self.values)
-        n_values, half = self.values.shape[0], xp.dtype(dtype).itemsize < 4 and xp.dtype(dtype).kind not in "biu"
+        half = np.dtype(dtype) == np.float16
         values = self.values.astype("float32" if half else dtype)  # every step of a sum of half floats would be rounded
-        if xp is np:
-            out = np.zeros(self.shape, values.dtype)
-            rows = np.repeat(np.arange(len(self)), self.lengths)
-            np.add.at(out, (rows, self.indices), values)
-        else:
-            rows = xp.repeat(xp.arange(len(self)), self.lengths, total_repeat_length=n_values)
-            out = xp.zeros(self.shape, values.dtype).at[rows, self.indices.astype("int32")].add(values)
+        out = np.zeros(self.shape, values.dtype)
+        np.add.at(out, (np.repeat(np.arange(len(self)), self.lengths), self.indices), values)
         return out.astype(dtype)
 
     def padded(self, length: int | None = None, dtype: Any = "float32") -> Padded:
         """The rows as tables of rows x `length`, each with its first `length` genes, or fewer and padding.
 
-        Without a `length` it is that of the longest row, which a jitted function cannot know.
+        Without a `length` it is that of the longest row.
         """
-        xp, lengths, n_values = _namespace(self.values), self.lengths, self.values.shape[0]
+        lengths, n_values = self.lengths, len(self.values)
         if length is None:
             length = int(lengths.max()) if len(self) else 0
-        mask = xp.arange(length) < lengths[:, None]
-        genes_dtype = "int64" if xp is np else "int32"
+        mask = np.arange(length) < lengths[:, None]
         if not n_values:
             shape = (len(self), length)
-            return Padded(xp.full(shape, self.shape[1], genes_dtype), xp.zeros(shape, dtype), mask)
-        at = xp.minimum(self.indptr[:-1, None] + xp.arange(length), n_values - 1)
-        genes = xp.where(mask, self.indices[at].astype(genes_dtype), self.shape[1])
-        return Padded(genes.astype(genes_dtype), xp.where(mask, self.values[at], 0).astype(dtype), mask)
-
-    def bcsr(self) -> Any:
-        """The rows as jax.experimental.sparse.BCSR, for products such as `x.bcsr() @ weight`. JAX only."""
-        if isinstance(self.values, np.ndarray):
-            raise OptionError("these rows are NumPy arrays: load with framework='jax', or layout='scipy' for SciPy")
-        from jax.experimental.sparse import BCSR
-
-        return BCSR((self.values, self.indices.astype("int32"), self.indptr), shape=self.shape)
-
-
-def _namespace(array: Any) -> Any:
-    """NumPy, or jax.numpy for the arrays of JAX and for those that it traces."""
-    return np if isinstance(array, np.ndarray) else sys.modules["jax.numpy"]
+            return Padded(np.full(shape, self.shape[1], np.int64), np.zeros(shape, dtype), mask)
+        at = np.minimum(self.indptr[:-1, None] + np.arange(length), n_values - 1)
+        genes = np.where(mask, self.indices[at].astype(np.int64), self.shape[1])
+        return Padded(genes, np.where(mask, self.values[at], 0).astype(dtype), mask)

@@ -165,7 +165,7 @@ def usable_device(device: Any, layout: str) -> str | Device | None:
 
 
 def _require_tensors(device: str | Device | None, layout: str) -> str | Device | None:
-    if device is not None and layout in ("scipy", "anndata"):
+    if device is not None and layout == "scipy":
         raise OptionError(f"layout={layout!r} has no tensors, so leave device out, or take layout 'csr' or 'dense'")
     return device
 

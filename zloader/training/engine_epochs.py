@@ -43,7 +43,7 @@ class EngineEpochs:
         self._lanes = min(LANES, max(1, at_once // size))
         self._ahead_bytes = options.ready_bytes // 3
         self._engines = Engines(recipes.of_arrays(_share(options, size)), size, start_s=_STALL_S)
-        self._cutting = recipes.cutting
+        self._cut = recipes.cutting(ready=True).cut
         self._mean = MeanBytes(n_bytes=recipes.expected_bytes(batch_size))
 
     @property
@@ -54,7 +54,7 @@ class EngineEpochs:
     def start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
         """Begins an epoch."""
         window = Window(work.remaining, self._mean, ahead_bytes=self._ahead_bytes, overtake_s=_OVERTAKE_S)
-        plan = self._engines.share(work.plan, self._cutting().cut)
+        plan = self._engines.share(work.plan, self._cut)
         production = Production(
             self._engines, plan, window, self._mean, by_mirror=False, stall_s=_STALL_S, lanes=self._lanes
         )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from zloader.common.errors import ConcurrentUseError, OptionError
-from zloader.common.loaded import worker_info
 from zloader.common.records import Rows, Statistics
 from zloader.order.companions import Companions
 from zloader.order.epochs import EpochCount
@@ -25,6 +24,14 @@ from zloader.reading.resources import Counters
 from zloader.training.minibatch import Minibatch
 
 log = logging.getLogger("zloader")
+
+
+def worker_info() -> Any:
+    """The DataLoader worker that this process is, with its `id` and `num_workers`; None outside of workers.
+
+    torch is not imported: in a worker it is loaded.
+    """
+    return getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)()
 
 
 @dataclass
@@ -39,7 +46,6 @@ class EpochRecord:
     counters: Counters = field(default_factory=Counters)
     begun_at: Position = field(default_factory=lambda: Position(epoch=0))
     world_size: int = 1
-    machines: int = 1
     finished: bool = False
     requests: int = 0  # for a minibatch
     rows: int = 0
@@ -61,7 +67,7 @@ class EpochRecord:
         """The consumer's position in the epoch, before the last `unused` minibatches that it has received."""
         if not 0 <= unused <= self.minibatches:
             raise OptionError(f"{unused} minibatches cannot be unused of {self.minibatches} received")
-        return self.begun_at.later(self.world_size, self.machines, self.minibatches - unused)
+        return self.begun_at.later(self.world_size, self.minibatches - unused)
 
     def statistics(self) -> Statistics:
         """The figures so far."""

@@ -14,7 +14,6 @@ import numpy as np
 from zloader.common.checks import require_count, require_whole
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError, ProducerError
-from zloader.common.loaded import worker_info
 from zloader.common.locks import cached_property
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
@@ -31,11 +30,9 @@ from zloader.order.shuffling import sampling_of
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.resources import BufferPool, Counters
-from zloader.training.contents import Contents, RowParts, XForm, XParts
 from zloader.training.engine_epochs import EngineEpochs
-from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
+from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork, worker_info
 from zloader.training.minibatch import Minibatch
-from zloader.training.own_transforms import OwnTransforms, one_of
 from zloader.training.recipes import LoaderRecipes, bound_companions
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
@@ -45,7 +42,6 @@ __all__ = ["Loader", "Minibatch"]
 log = logging.getLogger("zloader")
 
 if TYPE_CHECKING:
-    import jax
     import torch.utils.data
 
     from zloader.training.devices import Device
@@ -97,42 +93,33 @@ class Loader(_Dataset):
             of names loads several matrices of the same rows: `minibatch.x` is then a dict by name.
         obs: names of the obs columns to load. `labels` says what their numbers mean.
         obsm: names of the obsm arrays to load, such as `"X_pca"`, or `"rna:X_pca"` of a modality.
-        obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
         tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens`.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"packed"` (PackedRows,
-            in the stored dtypes, or float32 with transforms), `"scipy"` (CSR matrix) or `"anndata"`.
+            in the stored dtypes, or float32 with transforms) or `"scipy"` (CSR matrix).
         dtype: the dtype of x: `"float32"` (the default), `"float64"`, `"int32"` or `"int64"`, or such a dtype of torch
             or NumPy. An integer dtype has to hold every value of the stored one. Layout packed takes none.
         transforms: objects of zl.transforms, such as `[zl.transforms.LogNormalize(1e4)]`, that change x while it is
             gathered, in this order. A list is for every matrix; a dict has a list for each matrix by name.
-        fetch_transform: a function of your own from some minibatches, as one Minibatch, to one with the same rows.
-        batch_transform: a function of your own that gets each Minibatch. The loader yields what it returns. Both run
+        batch_transform: a function of your own that gets each Minibatch. The loader yields what it returns. It runs
             after `transforms`, in several threads at once.
-        framework: whose arrays minibatches hold: `"torch"`, `"numpy"` or `"jax"`. With the last two, torch is not
-            imported, and x is a zl.CsrRows with layout csr or packed. A DataLoader needs torch.
+        framework: whose arrays minibatches hold: `"torch"` or `"numpy"`. With NumPy, torch is not imported, and x is a
+            zl.CsrRows with layout csr or packed. A DataLoader needs torch.
         device: where minibatches arrive: `"cuda"`, `"cuda:1"`, `"xpu"`, `"mps"`, or a torch.device. The next ones are
             on the device before they are asked for. Needs layout csr, dense or packed. Default: the memory of the host.
-            With framework jax: a jax.Device, or a jax.sharding.Sharding that divides the rows.
         seed: decides every order and the draws of transforms. A whole number of at least 0.
         drop_last: whether to drop minibatches with fewer than `batch_size` rows.
         rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
-            (framework jax: jax.distributed) if it is initialised, else from RANK and WORLD_SIZE in the environment,
-            else 0 and 1.
-        remainder: `"keep"` for smaller minibatches at the end, or `"pad"` to fill them with rows that come again.
+            if it is initialised, else from RANK and WORLD_SIZE in the environment, else 0 and 1.
         locality: `"global"`, or `"machine"` to give the ranks of each machine the same part of the rows in every epoch,
             which its mirror then holds, and its minibatches mix. A part has regions from all over the dataset.
         local_world_size: ranks per machine, for `locality="machine"`. Default: LOCAL_WORLD_SIZE, else 1.
-        parts: the number of parts, for `locality="machine"`: a multiple of the number of machines, which may then
-            change while the parts stay. Default: the number of machines.
-        redeal: the share of the parts that is dealt anew in each epoch, from 0 to 1, for `locality="machine"`. It mixes
-            more from epoch to epoch, and about this share of the rows is read from the store again.
         processes: how many processes of their own read, decode, gather and transform, so that the training process only
             takes what is finished. Minibatches and their order are the same, bit for bit. Default: 0, which is best
             unless there are many cores, or a training step is many small operations.
         options: memory, threads, retries and deadlines of reads (see FetchOptions).
 
     Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError,
-    OptionError for a value that a transform cannot take, and the errors of your own functions.
+    OptionError for a value that a transform cannot take, and the errors of your own function.
     """
 
     dataset: Dataset
@@ -146,24 +133,19 @@ class Loader(_Dataset):
     x: str | Sequence[str] | None = "X"
     obs: Sequence[str] = ()
     obsm: Sequence[str] = ()
-    obs_names: bool = False
     tokens: Tokenizer | None = None
-    layout: Literal["csr", "dense", "packed", "scipy", "anndata"] = "csr"
+    layout: Literal["csr", "dense", "packed", "scipy"] = "csr"
     dtype: Dtype | None = None
     transforms: Transforms = field(default=(), repr=False)
-    fetch_transform: Callable[[Minibatch], Minibatch] | None = None
     batch_transform: Callable[[Minibatch], Any] | None = None
-    framework: Literal["torch", "numpy", "jax"] = "torch"
-    device: str | torch.device | Device | jax.Device | jax.sharding.Sharding | None = None
+    framework: Literal["torch", "numpy"] = "torch"
+    device: str | torch.device | Device | None = None
     seed: int = 0
     drop_last: bool = False
     rank: int | None = None
     world_size: int | None = None
-    remainder: Literal["keep", "pad"] = "keep"
     locality: Locality = "global"
     local_world_size: int | None = None
-    parts: int | None = None
-    redeal: float = 0.0
     processes: int = 0
     options: FetchOptions = field(default_factory=FetchOptions)
 
@@ -173,26 +155,37 @@ class Loader(_Dataset):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
         require_whole(0, processes=self.processes)
-        own = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
-        form = XForm.of(self.framework, self.layout, self.dtype, self.device)
-        rows = RowParts(obs=self.obs, obsm=self.obsm, obs_names=self.obs_names)
-        x = XParts(x=self.x, tokens=self.tokens, transforms=self.transforms)
-        self._contents = Contents(dataset=self.dataset, form=form, rows=rows, x=x, own=own)
-        self.x, self.obs, self.obsm, self.dtype, self.device = x.x, rows.obs, rows.obsm, form.dtype, form.device
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = fitted(
             self._wanted_sampling, dataset=self.dataset, fetch_rows=fetch_rows, batch_size=self.batch_size
         )
-        self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._sampling, own)
-        self._contents.load_loops(self._sampling, self._companions)
+        self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._sampling)
+        self._recipes = LoaderRecipes(
+            dataset=self.dataset,
+            sampling=self._sampling,
+            companions=self._companions,
+            x=self.x,
+            obs=self.obs,
+            obsm=self.obsm,
+            tokens=self.tokens,
+            transforms=self.transforms,
+            batch_transform=self.batch_transform,
+            framework=self.framework,
+            layout=self.layout,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+            options=self.options,
+        )
+        made = self._recipes
+        self.x, self.obs, self.obsm, self.dtype, self.device = made.x, made.obs, made.obsm, made.dtype, made.device
         self._progress = Progress(in_workers=self.framework == "torch")
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch
         self._engines: EngineEpochs | None = None  # so are these
         self.plan(0)
-        form.framework.require_even(self.device, self.batch_size, full=self.drop_last or self.remainder == "pad")
-        form.framework.adopt(type(self))
+        self._register()
 
     def __repr__(self) -> str:
         """One line: the dataset, the size of minibatches, and the options that differ from their defaults."""
@@ -239,22 +232,27 @@ class Loader(_Dataset):
             world_size=place.world_size,
             machines=place.machines,
             drop_last=self.drop_last,
-            remainder=self.remainder,
             companions=self._companions,
         )
 
     def _placement(self) -> RankPlacement:
         if self._pickled_placement is not None and worker_info() is not None:
             return self._pickled_placement  # torch.distributed is initialised in the rank, not in its workers
-        given = (self.rank, self.world_size, self.locality, self.local_world_size, self.parts, self.redeal)
-        return placement_of(*given, framework=self.framework)
+        return placement_of(self.rank, self.world_size, self.locality, self.local_world_size)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pickled_placement": self._placement(), "_engines": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._contents.form.framework.adopt(type(self))
+        self._register()
+
+    def _register(self) -> None:
+        """Makes loaders iterable datasets of torch, which this module does not import, if they have tensors."""
+        if self.framework == "torch":
+            import torch.utils.data
+
+            torch.utils.data.IterableDataset.register(Loader)
 
     def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
         """The consumer's position, for `load_state_dict` of a loader with the same options.
@@ -299,9 +297,9 @@ class Loader(_Dataset):
             "batch_size": int(self.batch_size),
             "fetch_factor": int(self.fetch_factor),
             "drop_last": bool(self.drop_last),
-            "remainder": self.remainder,
+            "remainder": "keep",  # as states of version 2 have it, and "redeal" below
             "locality": self.locality,
-            **({"machines": 1} if self.locality == "global" else {"parts": place.parts, "redeal": place.redeal}),
+            **({"machines": 1} if self.locality == "global" else {"parts": place.machines, "redeal": 0.0}),
         }
 
     def __len__(self) -> int:
@@ -333,7 +331,7 @@ class Loader(_Dataset):
     def _begin(self, start: StartWork) -> RunningEpoch:
         worker = worker_info()
         if worker is not None:
-            self._contents.form.framework.require_workers()
+            self._require_shared_count()
         position, uncount = self._progress.begin(worker)
         try:
             return self._run(position, worker, uncount, start)
@@ -341,10 +339,17 @@ class Loader(_Dataset):
             uncount()
             raise
 
+    def _require_shared_count(self) -> None:
+        if self.framework != "torch":
+            raise OptionError(
+                f"framework={self.framework!r} does not work in DataLoader workers: iterate over the loader itself, "
+                "which reads in threads of its own, or take framework='torch'"
+            )
+
     def _run(self, position: Position, worker: Any, uncount: Callable[[], None], start: StartWork) -> RunningEpoch:
         """Wires plan -> fetch -> minibatch -> arrays of the framework."""
-        form, recipes = self._contents.form, self.recipes()
-        lent = form.lent()
+        recipes = self._recipes
+        lent = recipes.lent()
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         whole = self.plan(position.epoch)
         plan, done = resumed(whole, position.stretches)
@@ -355,7 +360,6 @@ class Loader(_Dataset):
             epoch=plan.epoch,
             begun_at=position,
             world_size=plan.world_size,
-            machines=plan.machines,
             companions=self._companions,
         )
         self._progress.follow(record)  # before the slow steps below: another thread may ask for the state during them
@@ -366,20 +370,18 @@ class Loader(_Dataset):
             remaining=plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip),
             recipe=functools.partial(recipes.recipe, plan.epoch, lent, sweeping=sweeping),
         )
-        form.framework.prepare()
         if self.options.tune_malloc:
             keep_freed_memory()
         urls = [store.location.url for store in self.dataset.stores]  # the dataset's repr might read from the store
         message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
         bridge, record.counters = start(work)
-        convert = functools.partial(one_of, recipes.converter())
         if lent is None:
-            return RunningEpoch(bridge=bridge, record=record, convert=form.finishing(convert), uncount=uncount)
+            return RunningEpoch(bridge=bridge, record=record, convert=recipes.minibatch, uncount=uncount)
         from zloader.training.delivery import Delivered, Delivery, deliver
 
-        delivery = Delivery(layout=self.layout, dtype=form.dtype)
-        delivered = deliver(bridge, lent, delivery, convert, self.options.ready_bytes)
+        delivery = Delivery(layout=self.layout, dtype=recipes.dtype)
+        delivered = deliver(bridge, lent, delivery, recipes.minibatch, self.options.ready_bytes)
         return RunningEpoch(bridge=delivered, record=record, convert=Delivered.taken, uncount=uncount)
 
     def _start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
@@ -395,7 +397,7 @@ class Loader(_Dataset):
         if self._engines is None or not self._engines.here:
             try:
                 self._engines = EngineEpochs(
-                    self.recipes(),
+                    self._recipes,
                     self.processes,
                     batch_size=self.batch_size,
                     fetch_rows=self.batch_size * self.fetch_factor,
@@ -410,10 +412,4 @@ class Loader(_Dataset):
 
     def recipes(self) -> LoaderRecipes:
         """How this loader makes minibatches, in this process or in another that has a copy."""
-        return LoaderRecipes(
-            contents=self._contents,
-            options=self.options,
-            seed=self.seed,
-            sampling=self._sampling,
-            companions=self._companions,
-        )
+        return self._recipes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from abc import ABCMeta
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
@@ -13,20 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.checks import name_of_dtype
-from zloader.common.deferred import pd
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.common.loaded import is_array, is_sparse, is_tensor
 from zloader.common.messages import listed, suggestion
-from zloader.common.records import MinibatchArrays
-from zloader.dataset.dataset import Dataset
-from zloader.reading import gather
-from zloader.training.frameworks import Framework
+from zloader.common.records import MinibatchArrays, Rows
+from zloader.training.frameworks import NumPy
 from zloader.training.tokens import Tokens
 
 DTYPES = ("float32", "float64", "int32", "int64")
 
 if TYPE_CHECKING:
     import torch
+
+Cuts = Sequence[int]
 
 
 class ByName(dict[str, Any]):
@@ -60,16 +59,14 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
 
     Attributes:
         x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor,
-            a PackedRows, a SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x.
-            CsrRows with another framework. If the loader has a list of matrices, a dict with one such x for each name.
+            a PackedRows, or a SciPy CSR matrix; None if the loader has no x. NumPy has CsrRows for the first and third.
+            If the loader has a list of matrices, a dict with one such x for each name.
         obs: a tensor of one value per row for each column. Categories and strings are int64 codes, -1 where a value is
             missing; numbers have their stored dtype; dates are int64. `loader.labels` says what they mean.
         obsm: a tensor of rows x dims for each name, in its stored dtype.
         row: the position of each row in the dataset or view that the loader was given, int64. For predictions of a
             view: `out = np.empty(view.n_obs)`, then `out[minibatch.row] = ...` for each minibatch.
         index: the row numbers in the whole dataset, int64. They equal `row` unless the loader was given a view.
-        obs_names: the names of the rows, a NumPy array of strings (dtype object), if the loader was given
-            `obs_names=True` or layout anndata; else None.
         tokens: the tokens of the rows, if the loader has a tokenizer: `input_ids`, `values`, `attention_mask`,
             `lengths` and `labels`; else None.
         present: for each modality of x and obsm, which rows it has (bool), if the dataset has modalities; else None.
@@ -83,8 +80,7 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     A Minibatch is also a read-only Mapping of its fields, as the libraries of Hugging Face need it: `minibatch["x"]`,
     `model(**minibatch)`. Fields that are None are left out. obs columns are no keys of their own:
     `minibatch["obs"]["cell_type"]`. `len()` counts rows even so, and `len(minibatch.keys())` counts the fields. A
-    minibatch is equal to itself only, like a tensor that is used as a key. With framework jax it is a pytree, without
-    its names and labels.
+    minibatch is equal to itself only, like a tensor that is used as a key.
 
     >>> list(minibatch)
     ['row', 'index', 'x', 'obs', 'obsm']
@@ -95,7 +91,6 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     obsm: dict[str, torch.Tensor]
     row: torch.Tensor
     index: torch.Tensor
-    obs_names: NDArray[np.object_] | None = None
     tokens: Tokens | None = None
     present: dict[str, torch.Tensor] | None = None
     control: Minibatch | None = None
@@ -167,8 +162,7 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
         if is_tensor(self.index):
             return self
         raise OptionError(
-            f"a minibatch of {type(self.index).__name__} has no tensors to move: load with framework='torch', or with "
-            "framework='jax' and device=... for a device of JAX"
+            f"a minibatch of {type(self.index).__name__} has no tensors to move: load with framework='torch'"
         )
 
     def each(self, function: Any) -> Minibatch:
@@ -212,64 +206,42 @@ def _shown(value: Any) -> str:
     return " ".join(words).replace("torch.", "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Making:
-    """Makes minibatches of the arrays of a framework, with `x` as a Loader takes it.
+def minibatches_of(
+    framework: NumPy, layout: str, x: str | Sequence[str] | None, arrays: MinibatchArrays, positions: Rows, cuts: Cuts
+) -> list[Minibatch]:
+    """The minibatches between successive cuts of arrays, with `x` as a Loader takes it. `positions` are their `row`.
 
-    `var` has the var frame of each matrix, for layout anndata.
+    Each kind of array is cut at once: 8 minibatches of 64 rows take half the time of one after another, which is
+    time under Python's lock.
     """
+    index = framework.arrays(arrays.index, cuts)
+    made: dict[str, Sequence[Any]] = {
+        "obs": _by_name(framework, arrays.obs, cuts),
+        "obsm": _by_name(framework, arrays.obsm, cuts),
+        "row": index if positions is arrays.index else framework.arrays(positions, cuts),
+        "index": index,
+    }
+    if x is not None:
+        of = {name: framework.x(layout, matrix, cuts) for name, matrix in arrays.x.items()}
+        made["x"] = (
+            of[x]
+            if isinstance(x, str)
+            else [{name: pieces[number] for name, pieces in of.items()} for number in range(len(cuts) - 1)]
+        )
+    if arrays.present:
+        made["present"] = [dict(each) for each in _by_name(framework, arrays.present, cuts)]
+    if arrays.tokens is not None:
+        tokens = (arrays.tokens.cut(first, last) for first, last in pairwise(cuts))
+        made["tokens"] = [Tokens.of(each, framework.array) for each in tokens]
+    return [Minibatch.of(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
 
-    dataset: Dataset
-    x: str | Sequence[str] | None
-    framework: Framework
-    layout: str
-    var: Mapping[str, pd.DataFrame]
 
-    def __call__(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
-        """The minibatches between successive cuts of arrays.
-
-        Each kind of array is cut at once: 8 minibatches of 64 rows take half the time of one after another, which is
-        time under Python's lock.
-        """
-        framework = self.framework
-        index = framework.arrays(arrays.index, cuts)
-        positions = self.dataset.positions(arrays.index)
-        fields: dict[str, Sequence[Any]] = {
-            "obs": self._by_name(arrays.obs, cuts),
-            "obsm": self._by_name(arrays.obsm, cuts),
-            "row": index if positions is arrays.index else framework.arrays(positions, cuts),
-            "index": index,
-        }
-        if self.x is not None:
-            fields["x"] = self._x(arrays, cuts)
-        if arrays.names is not None:
-            fields["obs_names"] = [arrays.names[first:last] for first, last in pairwise(cuts)]
-        if arrays.present:
-            fields["present"] = [dict(each) for each in self._by_name(arrays.present, cuts)]
-        if arrays.tokens is not None:
-            tokens = (arrays.tokens.cut(first, last) for first, last in pairwise(cuts))
-            fields["tokens"] = [Tokens.of(each, framework.array) for each in tokens]
-        return [Minibatch.of(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
-
-    def _by_name(self, arrays: Mapping[str, NDArray[Any]], cuts: Sequence[int]) -> list[ByName]:
-        made = [ByName() for _ in cuts[1:]]
-        for name, values in arrays.items():
-            for minibatch, array in zip(made, self.framework.arrays(values, cuts), strict=True):
-                minibatch[name] = array
-        return made
-
-    def _x(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> Sequence[Any]:
-        """x of the minibatches."""
-        made = {}
-        for name, matrix in arrays.x.items():
-            if name in self.var:
-                pieces = gather.cut_apart(arrays, cuts)
-                made[name] = [self.dataset.to_anndata(piece, name, self.var[name]) for piece in pieces]
-            else:
-                made[name] = self.framework.x(self.layout, matrix, cuts)
-        if isinstance(self.x, str):
-            return made[self.x]
-        return [{name: of[number] for name, of in made.items()} for number in range(len(cuts) - 1)]
+def _by_name(framework: NumPy, arrays: Mapping[str, NDArray[Any]], cuts: Cuts) -> list[ByName]:
+    made = [ByName() for _ in cuts[1:]]
+    for name, values in arrays.items():
+        for minibatch, array in zip(made, framework.arrays(values, cuts), strict=True):
+            minibatch[name] = array
+    return made
 
 
 def usable_dtype(dtype: Any, layout: str) -> str | None:
@@ -287,6 +259,21 @@ def usable_dtype(dtype: Any, layout: str) -> str | None:
             "minibatch.x.to(torch.bfloat16) does (docs/howto/mixed_precision.md)"
         )
     return "float32" if dtype is None else name_of_dtype(DTYPES, dtype=dtype)
+
+
+def is_tensor(found: Any) -> bool:
+    """Whether it is a torch.Tensor. torch is not imported: what is not loaded has made nothing."""
+    return isinstance(found, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def is_sparse(found: Any) -> bool:
+    """Whether it is a torch.sparse_csr tensor."""
+    return is_tensor(found) and str(found.layout) == "torch.sparse_csr"
+
+
+def is_array(found: Any) -> bool:
+    """Whether it is a tensor, or an array of NumPy."""
+    return is_tensor(found) or isinstance(found, np.ndarray)
 
 
 def _pinned(tensor: Any) -> Any:

@@ -3,167 +3,304 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from zloader.common.checks import names_of, one_or_more, require_one_of
+from zloader.common.compiled import load_compiler
 from zloader.common.errors import OptionError
-from zloader.common.locks import cached_property
 from zloader.common.options import FetchOptions
 from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
+from zloader.dataset.modalities import modality_of
 from zloader.order.cell_sets import BoundCellSets
 from zloader.order.companions import Companions
 from zloader.order.controls import MatchedControls
 from zloader.order.neighbors import Neighbors
 from zloader.order.sampling import Sampling
 from zloader.reading import gather
+from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.recipe import Cutting, Recipe
-from zloader.selecting.columns import ObsColumn
-from zloader.training.contents import Contents
+from zloader.reading.recipe import Cutting, Recipe, RowColumns
+from zloader.reading.rehearsal import EPOCHS_IN_NUMPY, IN_NUMPY
+from zloader.training.batch_transform import BatchTransform, Made, made, require_function
 from zloader.training.frameworks import NumPy
-from zloader.training.minibatch import Minibatch
-from zloader.training.own_transforms import Convert, OwnTransforms, one_of
+from zloader.training.minibatch import Minibatch, minibatches_of, usable_dtype
+from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
+from zloader.transforms.transform import Transforms, transforms_of
 
 if TYPE_CHECKING:
     from zloader.training.delivery import LentMemory
 
+LAYOUTS = ("csr", "dense", "packed", "scipy")
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True, eq=False)
 class LoaderRecipes:
-    """Makes the recipe of each epoch: what minibatches hold, with the sets and companions that the sampling gives."""
+    """What minibatches hold, and in which form: the options of a Loader that say so, checked, and its order.
 
-    contents: Contents
-    options: FetchOptions
-    seed: int
+    Raises OptionError, MissingColumnError or FormatError if the dataset lacks a part, or the parts do not fit together.
+    """
+
+    dataset: Dataset
     sampling: Sampling
     companions: Companions | None
+    x: str | Sequence[str] | None
+    obs: Sequence[str]
+    obsm: Sequence[str]
+    tokens: Tokenizer | None
+    transforms: Transforms
+    batch_transform: BatchTransform | None
+    framework: str
+    layout: str
+    dtype: Any
+    device: Any
+    seed: int
+    options: FetchOptions
+
+    def __post_init__(self) -> None:
+        require_one_of(LAYOUTS, layout=self.layout)
+        require_one_of(["torch", "numpy"], framework=self.framework)
+        self.dtype = usable_dtype(self.dtype, self.layout)
+        self._require_form()
+        require_function(self.batch_transform)
+        self._require_parts()
+        self.tokenizer = bound_tokenizer(self.tokens, self.dataset)
+        dense, dtype = self.layout == "dense", self.dtype or "float32"
+        self._transforming = {
+            name: self.dataset.matrices.transforming(name, each, dense=dense, dtype=dtype)
+            for name, each in transforms_of(self.transforms, self.names).items()
+        }
+        if self.device is not None and self.batch_transform is not None:
+            raise OptionError(
+                "batch_transform runs on the host: leave device out, or change minibatches on the device in the "
+                "training loop"
+            )
+        transforming = None if self.tokens is None else self._transforming.get(self.tokens.x)
+        if self.tokens is not None and transforming is not None and transforming.genes is not None:
+            raise OptionError(
+                f"transforms of {self.tokens.x!r} need all genes, and tokens of it only those of the panel: take all "
+                "genes, or make the tokens in a loader with x=None"
+            )
+        self._load_loops()
+
+    def _require_form(self) -> None:
+        """Finds the arrays of minibatches, and their device: a thread sends them there ahead, where x takes its layout.
+
+        Raises OptionError. torch is imported if minibatches have tensors, before workers are forked.
+        """
+        if self.framework == "numpy":
+            if self.device is not None:
+                raise OptionError(
+                    f"NumPy has no devices: leave device={self.device!r:.100} out, or take framework='torch'"
+                )
+            self._arrays = NumPy()
+            return
+        from zloader.training.devices import usable_device
+        from zloader.training.tensors import Torch
+
+        self.device = usable_device(self.device, self.layout)
+        self._arrays = Torch()
+
+    def _require_parts(self) -> None:
+        """Brings the names of parts into lists. Raises an error for one that the dataset lacks or that is no tensor."""
+        self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
+        self.names = [] if self.x is None else one_or_more(x=self.x)  # the matrices that minibatches have
+        self.x = self.x if self.x is None or isinstance(self.x, str) else self.names  # an iterator is used up
+        self.loaded = list(self.names)  # and that of the tokens
+        if self.tokens is not None:
+            require_tokenizer(self.tokens)
+            self.loaded += [self.tokens.x] if self.tokens.x not in self.loaded else []
+        self.dataset.observations.require_usable(self.obs)
+        self.dataset.observations.arrays.require(self.obsm)
+        for name in self.loaded:
+            self.dataset.matrices.layouts(name)  # raises for a matrix that cannot be read
+            self.dataset.matrices.chosen(name)
+        for name in self.names:
+            self.dataset.matrices.require_dtype(name, self.dtype)
+
+    def _load_loops(self) -> None:
+        """Loads the compiled loops of an epoch, before there are threads, or a process is forked that shares them.
+
+        A small dataset does without, as long as nothing is asked for but its rows in an order that needs no loops.
+        """
+        matrices = self.dataset.matrices
+        usual = {name for name in self.names if name not in self._transforming and matrices.chosen(name) is None}
+        self._few = (
+            self.companions is None
+            and isinstance(self.sampling, IN_NUMPY)
+            and 0 < len(usual) == len(self.loaded)
+            and matrices.are_few(usual)
+        )
+        if not self._few:
+            load_compiler()
+        for name in usual:
+            matrices.rehearse(name, self._form(None))
+
+    # ---- what an epoch reads
+
+    def lent(self) -> LentMemory | None:
+        """The memory of the device in which an epoch is gathered, if there is a device."""
+        if self.device is None:
+            return None
+        from zloader.training.delivery import LentMemory
+        from zloader.training.devices import opened
+
+        return LentMemory(opened(self.device))
+
+    def _form(self, lent: LentMemory | None) -> Form:
+        """How x is gathered, for a device in its `lent` memory."""
+        return Form(
+            dense=self.layout == "dense",
+            dtype=self.dtype,
+            narrow=self.layout == "packed" or self.device is not None,
+            empty=np.empty if lent is None else lent.empty,
+        )
 
     def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0, ready: bool = False) -> Recipe:
         """How minibatches of an epoch are made, in the memory that a device has lent.
 
-        With `ready` they are made of arrays of the framework, if threads that gather can make these.
+        With `ready`, threads that gather also make the minibatches, if they can.
         """
-        return self.contents.recipe(
-            epoch, self.options, self.converter, seed=self.seed, lent=lent, sweeping=sweeping, ready=ready
+        form = self._form(lent)
+        transforms = {
+            name: replace(each, seed=int(self.seed), epoch=epoch, empty=form.empty)
+            for name, each in self._transforming.items()
+        }
+        x, matrices = {}, self.dataset.matrices
+        for name in self.loaded:
+            transforming = transforms.get(name)
+            if transforming is None or transforming.genes is None:
+                x[name] = matrices.parts(name, self.options)
+            else:
+                x[name], transforms[name] = matrices.parts_for(name, self.options, transforming)
+        return Recipe(
+            x=x,
+            form=form,
+            transforms=transforms,
+            wanted=self.names,
+            tokens=None if self.tokenizer is None else self.tokenizer.at(self.seed, epoch),
+            columns=self._columns(),
+            cutting=self.cutting(ready=ready),
+            sweeping=sweeping,
+            compiled=not self._few or epoch >= EPOCHS_IN_NUMPY,
         )
 
-    def cutting(self) -> Cutting:
-        """How minibatches of the framework are made of arrays, as far as threads that gather may make them."""
-        return self.contents.cutting(self.converter, ready=True)
-
-    def converter(self) -> Convert:
-        """Makes arrays of the framework, with the companions, and with the sets of the sampling, if there are any."""
-        framework = self.contents.form.framework
-        framework.prepare()
-        group = list(self.sampling.options.group) if isinstance(self.sampling, BoundCellSets) else []
-        convert = self.contents.converter()
-        if not group and self.companions is None:
-            return convert
-        return WithSets(
-            convert=convert,
-            array=framework.array,
-            dataset=self.contents.dataset,
-            companions=self.companions,
-            group=group,
+    def _columns(self) -> RowColumns:
+        """The parts beside x, for all rows of the whole dataset."""
+        whole = self.dataset.whole
+        arrays = whole.observations.arrays
+        obs = whole.observations.paged_columns(self.obs, self.options)
+        obsm = arrays.all_paged(self.obsm, self.options)
+        modalities = [*map(modality_of, self.loaded), *map(arrays.modality_of, self.obsm)]
+        return RowColumns(
+            obs=lambda: {name: obs[name].prepared() if name in obs else whole.obs_column(name) for name in self.obs},
+            obsm=lambda: {name: obsm[name] if name in obsm else whole.obsm_array(name) for name in self.obsm},
+            paged=[*obs.values(), *obsm.values()],
+            present=self.dataset.matrices.present(modalities),
         )
 
     def expected_bytes(self, n_rows: int) -> float:
         """About the bytes of x in a minibatch of so many rows, from the sizes of the stored arrays."""
-        per_row, dense = 0.0, self.contents.form.layout == "dense"
-        for name in self.contents.x.names:
-            for matrix in self.contents.dataset.matrices.layouts(name):
+        per_row, dense = 0.0, self.layout == "dense"
+        for name in self.names:
+            for matrix in self.dataset.matrices.layouts(name):
                 values = matrix.n_genes if dense else matrix.values.n_elements / max(1, matrix.n_rows)
                 per_row = max(per_row, values * (4 if dense else 8))
         return per_row * n_rows
 
     def own_parts(self, parts: Sequence[MatrixPart]) -> list[MatrixPart]:
         """The parts of an array in all stores, with sources of their own: a source belongs to one event loop."""
-        pairs = zip(parts, self.contents.dataset.whole.stores, strict=True)
+        pairs = zip(parts, self.dataset.whole.stores, strict=True)
         return [replace(part, source=store.source(self.options)) for part, store in pairs]
 
     def of_arrays(self, options: FetchOptions) -> LoaderRecipes:
-        """The same for a process that gathers arrays. It does not import torch, unless the user's functions need it."""
-        contents = copy.copy(self.contents)
-        if not contents.own:
-            contents.form = replace(contents.form, framework=NumPy())
-        return replace(self, contents=contents, options=options)
+        """The same for a process that gathers arrays. It does not import torch, unless the user's function needs it."""
+        recipes = copy.copy(self)
+        recipes.options = options
+        if self.batch_transform is None:
+            recipes._arrays = NumPy()
+        return recipes
 
+    # ---- minibatches of what was gathered
 
-def bound_companions(
-    controls: MatchedControls | None,
-    neighbors: Neighbors | None,
-    dataset: Dataset,
-    sampling: Sampling,
-    own: OwnTransforms,
-) -> Companions | None:
-    """The controls and neighbours of a Loader. Raises OptionError if it cannot have them."""
-    given = controls is not None or neighbors is not None
-    if own.fetch is not None and (given or isinstance(sampling, BoundCellSets)):
-        raise OptionError(
-            "fetch_transform gets the rows of several minibatches without their sets, controls and neighbours: use "
-            "batch_transform"
-        )
-    if not isinstance(controls, MatchedControls | None):
-        raise OptionError(f"controls must be a zl.MatchedControls, not {controls!r:.100}")
-    if not isinstance(neighbors, Neighbors | None):
-        raise OptionError(f"neighbors must be a zl.Neighbors, not {neighbors!r:.100}")
-    if not given:
-        return None
-    return Companions(
-        controls=None if controls is None else controls.bound(dataset, sampling),
-        neighbors=None if neighbors is None else neighbors.bound(dataset, sampling),
-    )
+    def cutting(self, *, ready: bool) -> Cutting:
+        """How minibatches are made of those that were gathered as one: by threads that gather, if they are `ready`.
 
+        Arrays for a device are made into tensors by the thread that sends them.
+        """
+        if self.batch_transform is None and (not ready or self.device is not None):
+            return Cutting()
+        cut = partial(made, self.minibatches, self.batch_transform)
+        return Cutting(cut=cut, grows=self.batch_transform is not None)
 
-@dataclass(frozen=True, kw_only=True)
-class WithSets:
-    """Makes minibatches of arrays, whose rows are followed by their companions.
+    def minibatch(self, item: Made | MinibatchArrays) -> Any:
+        """What the consumer gets for an item of an epoch. A batch_transform may have returned anything."""
+        if isinstance(item, Made):
+            return item.yielded()
+        (minibatch,) = self.minibatches(item, (0, len(item.index)))
+        return minibatch
 
-    `convert` makes minibatches without companions and sets, and `array` an array of its framework. Sets agree in the
-    obs columns `group` of `dataset`.
-    """
+    def minibatches(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
+        """The minibatches between cuts of arrays, with the companions and the sets that the sampling gives."""
+        if self.companions is None and not isinstance(self.sampling, BoundCellSets):
+            return self._plain(arrays, cuts)
+        return list(map(self._with_sets, gather.cut_apart(arrays, cuts)))
 
-    convert: Convert
-    array: Callable[[NDArray[Any]], Any]
-    dataset: Dataset
-    companions: Companions | None
-    group: Sequence[str]
+    def _plain(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
+        layout = self.layout if self.device is None else "packed"  # x takes its layout on the device
+        return minibatches_of(self._arrays, layout, self.x, arrays, self.dataset.positions(arrays.index), cuts)
 
-    @cached_property
-    def _columns(self) -> dict[str, ObsColumn]:
-        return {name: self.dataset.whole.obs_column(name) for name in self.group}
-
-    def __call__(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
-        return list(map(self._minibatch, gather.cut_apart(arrays, cuts)))
-
-    def _minibatch(self, arrays: MinibatchArrays) -> Minibatch:
+    def _with_sets(self, arrays: MinibatchArrays) -> Minibatch:
+        """The minibatch of arrays whose rows are followed by their companions."""
         more: dict[str, Any] = {}
         if self.companions is not None:
-            arrays, more = self._with(self.companions, arrays)
-        minibatch = replace(one_of(self.convert, arrays), **more)
-        if not self.group:
-            return minibatch
-        assert arrays.sets is not None
-        sets = arrays.sets - arrays.sets[0]
-        first = arrays.index[np.flatnonzero(np.diff(sets, prepend=-1))]
-        group = {name: column.labels_of(first) for name, column in self._columns.items()}
-        return replace(minibatch, set_of_row=self.array(sets), group=group)
+            arrays, more = self._with_companions(self.companions, arrays)
+        if isinstance(self.sampling, BoundCellSets):
+            assert arrays.sets is not None
+            sets = arrays.sets - arrays.sets[0]
+            first = arrays.index[np.flatnonzero(np.diff(sets, prepend=-1))]
+            group = {name: self.dataset.whole.obs_column(name) for name in self.sampling.options.group}
+            more["set_of_row"] = self._arrays.array(sets)
+            more["group"] = {name: column.labels_of(first) for name, column in group.items()}
+        return replace(self._only(arrays), **more)
 
-    def _with(self, companions: Companions, arrays: MinibatchArrays) -> tuple[MinibatchArrays, dict[str, Any]]:
+    def _with_companions(
+        self, companions: Companions, arrays: MinibatchArrays
+    ) -> tuple[MinibatchArrays, dict[str, Any]]:
         """The rows without their companions, and the fields that these become."""
         n_rows = len(arrays.index) // (1 + companions.per_row)
         more: dict[str, Any] = {}
         first = n_rows
         if companions.controls is not None:
             first += n_rows * companions.controls.n
-            more["control"] = one_of(self.convert, gather.cut(arrays, n_rows, first))
+            more["control"] = self._only(gather.cut(arrays, n_rows, first))
         if companions.neighbors is not None:
-            more["neighbors"] = one_of(self.convert, gather.cut(arrays, first, len(arrays.index)))
+            more["neighbors"] = self._only(gather.cut(arrays, first, len(arrays.index)))
             weights = companions.neighbors.weights_of(arrays.index[:n_rows])
-            more["neighbor_weights"] = self.array(weights)
+            more["neighbor_weights"] = self._arrays.array(weights)
         return gather.cut(arrays, 0, n_rows), more
+
+    def _only(self, arrays: MinibatchArrays) -> Minibatch:
+        (minibatch,) = self._plain(arrays, (0, len(arrays.index)))
+        return minibatch
+
+
+def bound_companions(
+    controls: MatchedControls | None, neighbors: Neighbors | None, dataset: Dataset, sampling: Sampling
+) -> Companions | None:
+    """The controls and neighbours of a Loader. Raises OptionError if it cannot have them."""
+    if not isinstance(controls, MatchedControls | None):
+        raise OptionError(f"controls must be a zl.MatchedControls, not {controls!r:.100}")
+    if not isinstance(neighbors, Neighbors | None):
+        raise OptionError(f"neighbors must be a zl.Neighbors, not {neighbors!r:.100}")
+    if controls is None and neighbors is None:
+        return None
+    return Companions(
+        controls=None if controls is None else controls.bound(dataset, sampling),
+        neighbors=None if neighbors is None else neighbors.bound(dataset, sampling),
+    )

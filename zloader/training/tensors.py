@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch.utils.data
@@ -13,29 +11,22 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays
-from zloader.training.devices import usable_device
-from zloader.training.frameworks import Framework
+from zloader.training.frameworks import NumPy
 from zloader.training.minibatch import Minibatch
 from zloader.training.packed import PackedRows
 
 
-@dataclass(frozen=True)
-class Torch(Framework):
+class Torch(NumPy):
     """Tensors that share the memory of the gathered arrays."""
 
-    name: str = "torch"
-
     def array(self, values: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values)
-
-    def dense(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values)
 
     def csr(self, x: CsrArrays) -> torch.Tensor:
         return torch.sparse_csr_tensor(
             torch.from_numpy(x.indptr),
             torch.from_numpy(x.indices),
-            self.dense(x.values),
+            torch.from_numpy(x.values),
             size=(len(x.indptr) - 1, x.n_genes),
             check_invariants=False,  # the gather ensures them, and checking costs more than gathering
         )
@@ -45,26 +36,12 @@ class Torch(Framework):
             torch.from_numpy(x.indptr), torch.from_numpy(x.indices), torch.from_numpy(x.values), x.n_genes
         )
 
-    def usable_device(self, device: Any, layout: str) -> Any:
-        return usable_device(device, layout)
 
-    def adopt(self, loader: type) -> None:
-        torch.utils.data.IterableDataset.register(loader)  # it is no subclass, because it does not import torch
-
-    def require_workers(self) -> None:
-        pass
-
-    def prepare(self) -> None:
-        silence_sparse_warnings()
-
-
-@functools.cache
-def silence_sparse_warnings() -> None:
-    """Triggers, unseen, torch's once-per-process warnings about sparse CSR, because users can do nothing about them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        empty = torch.zeros(1, dtype=torch.int64)
-        torch.sparse_csr_tensor(empty, empty[:0], empty[:0], size=(0, 0))
+# Triggers, unseen, torch's once-per-process warnings about sparse CSR, because users can do nothing about them.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    _empty = torch.zeros(1, dtype=torch.int64)
+    torch.sparse_csr_tensor(_empty, _empty[:0], _empty[:0], size=(0, 0))
 
 
 def _refuse_to_collate(minibatches: list[Minibatch], *, collate_fn_map: Any = None) -> NoReturn:

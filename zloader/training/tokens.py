@@ -83,15 +83,13 @@ class Tokens:
         return self.each(lambda tensor: tensor.pin_memory())
 
 
-def bound_tokenizer(tokens: Tokenizer | None, dataset: Dataset, layout: str) -> BoundTokenizer | None:
+def bound_tokenizer(tokens: Tokenizer | None, dataset: Dataset) -> BoundTokenizer | None:
     """The tokenizer `tokens`, if there is one, for the genes of a dataset.
 
     Raises OptionError or MissingColumnError if they do not fit together.
     """
     if tokens is None:
         return None
-    if layout == "anndata":
-        raise OptionError("layout='anndata' has no place for tokens: take tokens= with another layout, or x=None")
     by = tokens.genes_by
     if by is None:
         names = pd.Series(dataset.matrices.gene_names(tokens.x))

@@ -196,7 +196,7 @@ def _refusal(given: Any) -> str:
     name = given if isinstance(given, str) else getattr(given, "__name__", "")
     refusal = f"transforms must hold objects of zl.transforms, such as LogNormalize(1e4), not {given!r:.100}"
     if callable(given):
-        refusal += ". Pass a function of your own as fetch_transform or batch_transform"
+        refusal += ". Pass a function of your own as batch_transform"
     return refusal + suggestion(name, [kind.__name__ for kind in _kinds(Transform)])
 
 
