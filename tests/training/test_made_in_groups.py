@@ -66,8 +66,6 @@ def parts(value: Any) -> list[Any]:
         return [value.indptr, value.indices, value.data]
     if isinstance(value, torch.Tensor) and value.layout == torch.sparse_csr:
         return [value.crow_indices(), value.col_indices(), value.values()]
-    if hasattr(value, "obs_names"):  # AnnData
-        return [*parts(value.X), value.obs, *value.obsm.values()]
     return [value]
 
 
