@@ -37,7 +37,7 @@ from zloader.storage.metadata import (
     codec_names,
     inner_chunks,
 )
-from zloader.storage.placement import ABSENT, ZarrPlacement
+from zloader.storage.placement import ABSENT, Placement
 
 if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
@@ -62,7 +62,7 @@ class _Chunks:
     coders: Sequence[Any] = ()
     checked: bool = False
     most: int = 0
-    shard: ZarrPlacement | None = None
+    shard: Placement | None = None
 
     @classmethod
     def of(cls, node: Mapping[str, Any], where: str) -> _Chunks:

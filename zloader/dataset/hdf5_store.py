@@ -119,7 +119,7 @@ class Hdf5Index:
             chunk_elements=chunk_elements,
             codecs=filters_codecs(node["filters"], dtype, f"{path} of {self.url}"),
             cut="begin" in node,
-            placement=TablePlacement(name=name, table=table),
+            placement=TablePlacement(path=name, chunks_per_object=max(1, len(table)), table=table),
             fill_value=np.frombuffer(bytes.fromhex(node["fill"]), dtype)[0],
             absent_is_fill=True,
         )

@@ -186,5 +186,5 @@ class Slots:
         jobs = np.empty(len(chunks), CHUNK)
         jobs["read"], jobs["offset"], jobs["size"] = reads, offsets, sizes
         jobs["begin"], jobs["first"], jobs["stop"] = self.locate(chunks)
-        jobs["elements"] = self.layout.stored_elements
+        jobs["elements"] = 0 if self.layout.cut else self.layout.chunk_elements
         return jobs

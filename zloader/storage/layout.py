@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
 from zloader.common.records import Rows, Span
-from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement, ZarrPlacement
+from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement
 
 _MOST_ELEMENTS = 1 << 62  # damaged metadata may claim more
 
@@ -60,7 +60,7 @@ class ArrayLayout:
             n_elements=n_elements,
             chunk_elements=chunk_elements,
             codecs=({"name": "bytes"},),
-            placement=ZarrPlacement(
+            placement=Placement(
                 path=path,
                 chunks_per_object=chunks_per_shard,
                 sharded=sharded,
@@ -108,11 +108,6 @@ class ArrayLayout:
     def chunk_of(self, elements: Rows) -> Rows:
         """The chunk of each element."""
         return elements // self.chunk_elements
-
-    @property
-    def stored_elements(self) -> int:
-        """The elements of a chunk as it is stored, with padding; 0 if any number may be stored."""
-        return 0 if self.cut else self.chunk_elements
 
     def check_bounds(self, elements: NDArray[Any]) -> None:
         """Raises CorruptChunkError if an element is outside `range(below)`."""

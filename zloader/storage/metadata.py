@@ -13,7 +13,7 @@ from zloader.common.errors import FormatError
 from zloader.common.options import MiB
 from zloader.storage.coders import PREFIX, compressors_of
 from zloader.storage.layout import ArrayLayout
-from zloader.storage.placement import ZarrPlacement
+from zloader.storage.placement import Placement
 
 SHARDING = "sharding_indexed"
 
@@ -75,7 +75,7 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
         n_elements=math.prod(shape),
         chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # would be 0 without genes
         codecs=tuple(sharding["codecs"]) if sharding else codecs,
-        placement=ZarrPlacement(
+        placement=Placement(
             path=path,
             chunks_per_object=max(1, outer[0] // max(1, inner[0])),
             sharded=sharding is not None,
@@ -121,7 +121,7 @@ def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) 
         n_elements=math.prod(shape),
         chunk_elements=max(1, math.prod(chunks)),
         codecs=tuple(codecs),
-        placement=ZarrPlacement(
+        placement=Placement(
             path=path, prefix="", separator=metadata.get("dimension_separator", "."), n_dims=len(shape)
         ),
         fill_value=0 if fill_value is None else fill_value,
@@ -205,7 +205,7 @@ def chunk_compressors(node: Mapping[str, Any], path: str) -> tuple[list[Any], bo
     return compressors_of(codecs[:-1] if checked else codecs, path), checked
 
 
-def inner_chunks(node: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any], ZarrPlacement]:
+def inner_chunks(node: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any], Placement]:
     """The metadata of a sharded array with the inner chunks in place of the shards, and the placement in a shard.
 
     Raises FormatError for shards that are compressed as a whole or hold shards, and for an unknown kind of index.
@@ -217,7 +217,7 @@ def inner_chunks(node: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any],
     if last["name"] != SHARDING or codec_names(node).count(SHARDING) > 1 or not known:
         raise FormatError(f"{path} has an unsupported shard format: run 'zloader convert' on the source of this store")
     outer, inner = node["chunk_grid"]["configuration"]["chunk_shape"], sharding["chunk_shape"]
-    placement = ZarrPlacement(
+    placement = Placement(
         path=path,
         chunks_per_object=math.prod(whole // max(1, part) for whole, part in zip(outer, inner, strict=True)),
         sharded=True,

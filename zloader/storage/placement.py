@@ -1,12 +1,11 @@
 """Where the stored bytes of an array's chunks lie: chunk -> object, offset and size, or absent. Pure.
 
 An object holds consecutive chunks. The index of an object says which bytes each of its chunks takes. It is read from
-the object itself, or is known without reading. `ZarrPlacement` is that of Zarr arrays.
+the object itself, or is known without reading.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,33 +21,8 @@ ABSENT = np.iinfo(np.uint64).max  # offset and size of a chunk that is not store
 Index = NDArray[np.uint64]  # the offset and size of each chunk of an object, in bytes (chunks x 2)
 
 
-class Placement(ABC):
-    """Where the chunks of one array lie. An index that has to be read takes `index_bytes` of its object; 0 if none."""
-
-    chunks_per_object: int  # in a whole object
-    index_bytes: int
-
-    def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
-        """The bytes of the array in some of its objects, and how many chunks these have room for."""
-        keys = map(self.key, objects)
-        sizes = [object_sizes[key] for key in keys if key in object_sizes]
-        return sum(sizes), len(sizes) * self.chunks_per_object
-
-    @abstractmethod
-    def key(self, number: int) -> str:
-        """The key of an object, relative to the store."""
-
-    @abstractmethod
-    def index(self, number: int, object_size: int) -> Span | Index:
-        """The index of an object of `object_size` bytes, or the span to read it from."""
-
-    @abstractmethod
-    def parse(self, stored: bytes, number: int, object_size: int) -> Index:
-        """The index of an object from its stored bytes. Raises CorruptChunkError."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class ZarrPlacement(Placement):
+class Placement:
     """Objects of the Zarr array `path`: shards (https://zarr-specs.readthedocs.io, v3, sharding codec), or chunks.
 
     A key is the path, `prefix` ("c" and the separator; empty in Zarr v2) and the position of the object in each of
@@ -65,23 +39,29 @@ class ZarrPlacement(Placement):
     n_dims: int = 1
 
     @property
-    def index_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of the index of a shard."""
+    def index_bytes(self) -> int:
+        """Bytes of the index of a shard; 0 if none has to be read."""
         return (16 * self.chunks_per_object + 4 * self.index_checksum) if self.sharded else 0
+
+    def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
+        """The bytes of the array in some of its objects, and how many chunks these have room for."""
+        keys = map(self.key, objects)
+        sizes = [object_sizes[key] for key in keys if key in object_sizes]
+        return sum(sizes), len(sizes) * self.chunks_per_object
 
     def key(self, number: int) -> str:
         """The key of an object, relative to the store."""
         return f"{self.path}/{self.prefix}" + self.separator.join([str(number), *["0"] * (self.n_dims - 1)])
 
     def index(self, number: int, object_size: int) -> Span | Index:
-        """Where the index of a shard is; an object that is one chunk needs none."""
+        """The span of the index in a shard of `object_size` bytes; or the index itself, if it need not be read."""
         if not self.sharded:
             return np.array([[0, object_size]], np.uint64)
         start = object_size - self.index_bytes if self.index_at_end else 0
         return Span(key=self.key(number), start=start, stop=start + self.index_bytes)
 
     def parse(self, stored: bytes, number: int, object_size: int) -> Index:
-        """The index of a shard from its stored bytes."""
+        """The index of a shard from its stored bytes. Raises CorruptChunkError."""
         where = f"the shard index of {self.key(number)}"
         if len(stored) != self.index_bytes:
             raise CorruptChunkError(f"{where} has {len(stored)} bytes instead of {self.index_bytes}")
@@ -102,20 +82,14 @@ def require_inside(table: Index, object_size: int, where: str) -> Index:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TablePlacement(Placement):
-    """All chunks of an array in one object, at the offsets of a table, as in an HDF5 file.
+    """All chunks of an array in the one object `path`, at the offsets of a table, as in an HDF5 file.
 
-    With `at_once`, the object is seen as several, of so many chunks each.
+    The object may be seen as several, of `chunks_per_object` chunks each.
     """
 
-    name: str
     table: Index
-    at_once: int = 0
-    index_bytes = 0
 
-    @property
-    def chunks_per_object(self) -> int:  # type: ignore[override]
-        """All chunks of the array, or `at_once`."""
-        return self.at_once or max(1, len(self.table))
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
         """The bytes of the stored chunks, and their number. The object has other contents, too."""
@@ -124,17 +98,13 @@ class TablePlacement(Placement):
 
     def key(self, number: int) -> str:
         """The key of the object."""
-        return self.name
+        return self.path
 
     def index(self, number: int, object_size: int) -> Index:
         """The table. Raises CorruptChunkError if it names bytes that the object lacks."""
         begin = number * self.chunks_per_object
         table = self.table[begin : begin + self.chunks_per_object]
-        return require_inside(table, object_size, f"the chunk table of an array in {self.name}")
-
-    def parse(self, stored: bytes, number: int, object_size: int) -> Index:
-        """Never called: the table is known without reading."""
-        raise NotImplementedError
+        return require_inside(table, object_size, f"the chunk table of an array in {self.path}")
 
 
 class ObjectIndex:

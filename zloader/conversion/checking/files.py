@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import zarr
@@ -21,7 +21,7 @@ from zloader.conversion.checking.hierarchy import Hierarchy
 from zloader.conversion.writing.stored import Chunk, StoredArray
 from zloader.dataset.h5ad import OpenedFile
 from zloader.storage.decode import Decoder
-from zloader.storage.placement import ABSENT, TablePlacement
+from zloader.storage.placement import ABSENT
 
 _PIECE_BYTES = 4 << 20  # decoded
 
@@ -80,8 +80,7 @@ class _FileArray(StoredArray):
             self._shard = (int(rows), *array.shape[1:]) if array.ndim else ()
         else:
             at_once = max(1, _PIECE_BYTES // (layout.chunk_elements * layout.dtype.itemsize))
-            placement = cast("TablePlacement", layout.placement)
-            self._layout = replace(layout, placement=replace(placement, at_once=at_once))
+            self._layout = replace(layout, placement=replace(layout.placement, chunks_per_object=at_once))
             self._shard = (layout.chunk_elements * at_once,)
 
     @property
