@@ -14,6 +14,7 @@ from typing import Any
 
 import anndata as ad
 import google_crc32c
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -195,18 +196,31 @@ def test_a_store_that_anndata_wrote(tmp_path: Path, sharded: bool) -> None:
     assert_named(problems, {"X": "1 row differs", "uns/text": "not in the sources"})
 
 
-def test_csc_is_named(tmp_path: Path) -> None:
-    with quiet_zarr(), ad.settings.override(zarr_write_format=3):
+def test_csc_is_sound_unless_convert_wrote_the_store(tmp_path: Path) -> None:
+    with quiet_zarr(), ad.settings.override(zarr_write_format=3), zarr.config.set({"array.write_empty_chunks": True}):
         ad.AnnData(counts().tocsc()).write_zarr(tmp_path / "a.zarr")
+        assert found(tmp_path / "a.zarr") == []
+        root = zarr.open_group(tmp_path / "a.zarr", mode="r+", use_consolidated=False)
+        del root["raw"]
+        root.attrs["zloader"] = {}
+        zarr.consolidate_metadata(tmp_path / "a.zarr")
     assert_named(found(tmp_path / "a.zarr"), {"X": "csc_matrix"})
 
 
-def by_hand(path: Path, x: sp.csr_matrix, *, shape: tuple[int, int] | None = None, **arrays: Any) -> Path:
-    """A store whose X has these arrays, valid or not, sharded by zarr: chunks of 50 values, shards of 4 chunks."""
+def by_hand(
+    path: Path, x: sp.csr_matrix, *, shape: tuple[int, int] | None = None, ours: bool = True, **arrays: Any
+) -> Path:
+    """A store whose X has these arrays, valid or not, sharded by zarr: chunks of 50 values, shards of 4 chunks.
+
+    It claims to be written by `convert` if it is `ours`.
+    """
     shape = shape or x.shape
     with quiet_zarr(), ad.settings.override(zarr_write_format=3):
-        ad.AnnData(obs=frame(shape[0], "c"), var=frame(shape[1], "g")).write_zarr(path)
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            ad.AnnData(obs=frame(shape[0], "c"), var=frame(shape[1], "g")).write_zarr(path)
         root = zarr.open_group(path, mode="r+", use_consolidated=False)
+        del root["raw"]  # null, without its chunk
+        root.attrs.update({"zloader": {}} if ours else {})
         group = root.create_group("X", attributes={"encoding-type": "csr_matrix", "shape": list(x.shape)})
         for name in ("indptr", "indices", "data"):
             values = np.asarray(arrays.get(name, getattr(x, name)))
@@ -218,7 +232,7 @@ def by_hand(path: Path, x: sp.csr_matrix, *, shape: tuple[int, int] | None = Non
 def test_sharded_by_zarr(tmp_path: Path) -> None:
     x = counts()
     x.data[100:400] = 0  # chunks with only fill values, and shards without an object
-    assert found(by_hand(tmp_path / "a.zarr", x)) == []
+    assert found(by_hand(tmp_path / "a.zarr", x, ours=False)) == []
     root = zarr.open_group(tmp_path / "a.zarr", mode="r")
     assert root["X/data"].nchunks_initialized < root["X/data"].nchunks
 
@@ -762,3 +776,35 @@ def test_on_s3(s3: S3, tmp_path: Path) -> None:
         check(s3.url("none.zarr"), storage_options=options)
     with pytest.raises(errors.AccessDeniedError):
         check(url, storage_options=options | {"secret": "wrong"})
+
+
+@pytest.mark.parametrize("odd", ["unsorted", "repeated", "csc", "graph"])
+def test_matrices_of_other_programs_are_sound_in_any_order(tmp_path, odd):
+    rng = np.random.default_rng(0)
+    x = sp.csr_matrix(rng.poisson(1.0, (40, 12)).astype(np.float32))
+    adata = ad.AnnData(x, obs=pd.DataFrame(index=[f"c{i}" for i in range(40)]))
+    adata.layers["odd"] = x.tocsc() if odd == "csc" else x.copy()
+    if odd == "unsorted":
+        adata = adata[:, rng.permutation(12)].copy()
+        assert not adata.layers["odd"].has_sorted_indices
+    if odd == "graph":
+        adata.obsp["distances"] = sp.csr_matrix(
+            (np.arange(1.0, 81), np.tile([7, 3], 40), np.arange(0, 81, 2)), shape=(40, 40)
+        )
+    if odd == "repeated":
+        one = sp.csr_matrix(
+            (np.append(x.data, x.data[:1]), np.append(x.indices, 0), np.append(x.indptr[:-1], x.nnz + 1)), shape=x.shape
+        )
+        one.has_canonical_format = one.has_sorted_indices = False
+        adata.layers["odd"] = one
+    path = tmp_path / "a.h5ad"
+    adata.write_h5ad(path)
+    assert verify(path, progress=False).problems == ()
+    assert verify(path, against=path, progress=False).problems == ()
+    convert(path, tmp_path / "a.zarr")
+    assert verify(tmp_path / "a.zarr", against=path, progress=False).problems == ()
+    changed = Path(shutil.copy(path, tmp_path / "changed.h5ad"))
+    with h5py.File(changed, "r+") as file:
+        file["layers/odd/data"][3] += 1
+    found = verify(changed, against=path, progress=False).problems
+    assert [problem.where for problem in found] == ["layers/odd"]

@@ -10,7 +10,6 @@ modules that take seconds to import, so that `zloader --help` stays fast.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,9 +109,6 @@ def info(flags: InfoFlags) -> None:
     named = {"group": flags.group, "set_size": flags.set_size} if flags.group else {}
     named |= {"controls": flags.controls, "match": flags.match} if flags.controls else {}
     epoch = {"x": wanted, **sizes, **named, "problem": problem} | ({} if costs is None else dataclasses.asdict(costs))
-    x = next((matrix for matrix in summary.matrices if matrix.name == "X"), None)
-    converted = None if costs is None or x is None else _converted(dataset)
-    epoch |= {} if converted is None else {"converted_bytes_per_value": converted}
 
     def show(console: Console) -> None:
         _show_store(console, summary)
@@ -122,33 +118,10 @@ def info(flags: InfoFlags) -> None:
         blocks = f"sets of {flags.set_size:,}" if flags.group else f"blocks of {sizes['block_size']:,}"
         order_of_rows = f"{blocks}, a control for each row" if flags.controls else blocks
         _show_costs(console, costs, ", ".join(flags.x or ["X"]), sizes, order_of_rows)
-        if converted is not None and x is not None:
-            _show_converted(console, x.bytes_per_value, converted)
 
     terminal.print_result(dataclasses.asdict(summary) | {"epoch": epoch}, show, as_json=flags.as_json)
     if costs is None and wanted != "X":  # the user named this matrix
         raise typer.Exit(1)
-
-
-_SAMPLED_ROWS = 512
-
-
-def _converted(dataset: Dataset) -> float | None:
-    """Bytes per value of X in .h5ad files once they are converted, from its first 512 rows. None for stores."""
-    from zloader.conversion.convert import convert
-    from zloader.dataset.dataset import open_dataset
-    from zloader.dataset.h5ad import OpenedFile
-    from zloader.insight.summary import summarize
-
-    if not any(isinstance(store, OpenedFile) for store in dataset.stores):
-        return None
-    with tempfile.TemporaryDirectory(prefix="zloader-info-") as directory:
-        try:
-            sample = dataset.take(range(min(_SAMPLED_ROWS, dataset.n_obs)))
-        except FormatError:  # of a column of obs: the rest of info is of use
-            return None
-        convert(sample, f"{directory}/sample.zarr", progress=False)
-        return summarize(open_dataset(f"{directory}/sample.zarr")).matrices[0].bytes_per_value or None
 
 
 def _costs(dataset: Dataset, x: str | list[str], sizes: dict[str, int], order: dict[str, Any]) -> EpochCosts:
@@ -236,12 +209,3 @@ def _show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, in
     table.add_row("with a mirror, each later epoch", "0", "0 B")
     console.print(table)
     console.print("Excludes metadata, indptr, and the columns of obs and obsm.", style="dim")
-
-
-def _show_converted(console: Console, now: float, converted: float) -> None:
-    """How many bytes 'zloader convert' saves in an epoch without a mirror, and in the first epoch with one."""
-    less = f", {now / converted:.1f} times fewer" if now > converted else ""
-    console.print(
-        f"'zloader convert' would store X in about {converted:.2f} bytes per value instead of {now:.2f}{less}, by its "
-        "first 512 rows. Epochs that read from the store would read so much less; later epochs with a mirror are alike."
-    )

@@ -89,7 +89,8 @@ def verify(
     True
 
     Every object must exist and belong to an array, every checksum must match, and every chunk must decode. Shapes must
-    agree, and X, layers and raw/X must be canonical CSR or dense.
+    agree. In a store that `convert` wrote, X, layers and raw/X must be canonical CSR or dense; in files and stores of
+    other programs, rows may be unsorted, and a matrix CSC.
 
     - `against`: sources, as for `convert`. Every value is compared with the value that `convert` would store.
     - `genes_by`: what names the genes of the sources. Needed if `convert` was given new names, which no store keeps.

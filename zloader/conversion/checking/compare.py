@@ -11,6 +11,7 @@ from typing import Any
 import anndata as ad
 import numpy as np
 import zarr
+from numpy.typing import NDArray
 from zarr.storage import MemoryStore
 
 from zloader.common.errors import OptionError, SourceError
@@ -216,19 +217,32 @@ class PartComparison:
         original = (hierarchy.attributes(path).get("zloader") or {}).get("dtype", {}).get("data", str(stored))
         encoding = "array" if matrix.encoding == "dense" else "csr_matrix"
         wanted = {"encoding": encoding, "shape": (matrix.n_rows, matrix.n_genes), "dtype": str(matrix.dtype)}
-        found = {"encoding": hierarchy.encoding(path), "shape": hierarchy.shape(path), "dtype": original}
+        # Of other programs, a CSC matrix is sound, too.
+        is_sound = hierarchy.encoding(path) == "csc_matrix" and not hierarchy.written_by_us
+        stored_as = "csr_matrix" if is_sound else hierarchy.encoding(path)
+        found = {"encoding": stored_as, "shape": hierarchy.shape(path), "dtype": original}
         for part, value in wanted.items():
             if found[part] != value:
                 self._findings.add(path, f"has {part} {found[part]}, but {value} in the sources")
         return all(found[part] == wanted[part] for part in ("encoding", "shape"))
 
     def _compare_matrix(self, matrix: SourceMatrix) -> None:
-        compare = _compare_dense if matrix.encoding == "dense" else _compare_sparse
         advance = self._bars.add(f"comparing {matrix.name}", matrix.n_stored)
         with ThreadPoolExecutor(1, thread_name_prefix="zloader-decode") as thread:
-            difference = compare(matrix, self._hierarchy, thread, advance)
+            if matrix.encoding == "dense":
+                difference = _compare_dense(matrix, self._hierarchy, thread, advance)
+            else:
+                difference = _compare_sparse(matrix, self._streams(matrix.name, thread), advance)
         if difference.n_rows:
             self._findings.add(matrix.name, difference.described(self._column_name(matrix.name, difference.column)))
+
+    def _streams(self, path: str, thread: Executor) -> Sequence[Stream]:
+        """The indptr, indices and data of the rows of a stored sparse matrix. A CSC matrix is read into memory."""
+        parts = ("indptr", "indices", "data")
+        if self._hierarchy.encoding(path) == "csc_matrix":
+            rows = self._store.element(path).tocsr()
+            return [_MemoryStream(getattr(rows, part)) for part in parts]
+        return [ElementStream(self._hierarchy.stored(f"{path}/{part}"), thread) for part in parts]
 
     def _column_name(self, matrix: str, column: int) -> str:
         content = self._content
@@ -297,11 +311,24 @@ def _compare_dense(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor,
     return difference
 
 
-def _compare_sparse(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor, advance: Advance) -> _Difference:
+class _MemoryStream:
+    """An array in memory, with the interface of an ElementStream."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._left = array
+
+    def take(self, n: int) -> NDArray[Any]:
+        taken, self._left = self._left[:n], self._left[n:]
+        return taken
+
+
+Stream = ElementStream | _MemoryStream
+
+
+def _compare_sparse(matrix: SourceMatrix, streams: Sequence[Stream], advance: Advance) -> _Difference:
     difference, row, end = _Difference(), 0, 0
-    parts = [hierarchy.stored(f"{matrix.name}/{part}") for part in ("indptr", "indices", "data")]
-    common = np.result_type(parts[2].dtype, matrix.dtype)
-    indptr, indices, data = (ElementStream(part, thread) for part in parts)
+    indptr, indices, data = streams
+    common = np.result_type(data.take(0).dtype, matrix.dtype)
     indptr.take(1)
     for window in matrix.windows():
         ends = indptr.take(len(window.lengths)).astype(np.int64)
@@ -325,6 +352,8 @@ def _compare_sparse(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor
 
 def _add_sparse(difference: _Difference, row: int, n_genes: int, *, wanted: Sparse, found: Sparse) -> None:
     keys = wanted.differing(found)
+    if not len(keys):
+        return  # the store has the same values in another order
     first, column = divmod(int(keys[0]), n_genes)
     n_rows = len(np.unique(keys // n_genes))
     difference.add(row + first, column, wanted.at(keys[0]), found.at(keys[0]), n_rows)

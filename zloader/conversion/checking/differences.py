@@ -58,9 +58,13 @@ class Sparse:
 
     @classmethod
     def of(cls, lengths: Rows, columns: NDArray[Any], values: NDArray[Any], n_columns: int) -> Sparse:
-        """Rows with `lengths` values, of which `columns` are the columns."""
-        rows = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-        return cls(keys=rows * n_columns + columns, values=values)
+        """Rows with `lengths` values, of which `columns` are the columns, in any order. Repeated ones are added up."""
+        keys = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths) * n_columns + columns
+        if (keys[1:] > keys[:-1]).all():
+            return cls(keys=keys, values=values)
+        order = np.argsort(keys, kind="stable")
+        keys, first = np.unique(keys[order], return_index=True)
+        return cls(keys=keys, values=np.add.reduceat(values[order], first, dtype=values.dtype))
 
     def differing(self, other: Sparse) -> Rows:
         """The ascending keys of values that differ or that only one matrix has."""

@@ -229,7 +229,8 @@ class ChunkScan:
             path,
             axes=axes,
             n_minor=shape[1] if by_rows else shape[0],
-            ascending=by_rows and _IN_ORDER.match(path) is not None,
+            # Other programs may write rows in any order, as scanpy's neighbors does, and repeat a gene.
+            ascending=self._hierarchy.written_by_us and by_rows and _IN_ORDER.match(path) is not None,
         )
         if self._findings.any_in(indptr.path):
             self._read(indices)
