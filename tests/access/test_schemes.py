@@ -615,10 +615,10 @@ class _Regions(http.server.BaseHTTPRequestHandler):
 
 
 def test_the_region_of_a_paid_bucket(monkeypatch):
-    from zloader.access import paid_s3
+    from zloader.access import s3
 
     with web_server(_Regions) as address:
-        monkeypatch.setattr(paid_s3, "_AWS", address)
-        assert paid_s3.bucket_region("bucket") == "eu-west-1"
+        monkeypatch.setattr(s3, "_AWS", address)
+        assert s3.bucket_region("bucket") == "eu-west-1"
         with pytest.raises(StoreError, match="the region of bucket other is unknown"):
-            paid_s3.bucket_region("other")
+            s3.bucket_region("other")

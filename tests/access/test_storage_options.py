@@ -9,7 +9,7 @@ import pytest
 
 import zloader as zl
 from zloader.access.credentials import s3_access
-from zloader.access.google import google_files
+from zloader.access.location import Location
 from zloader.common.errors import OptionError, ZloaderError
 
 pytestmark = pytest.mark.any_version
@@ -106,8 +106,9 @@ def test_aliases_of_s3fs_are_accepted() -> None:
 def test_options_that_google_does_not_have() -> None:
     pytest.importorskip("gcsfs")
     with pytest.raises(OptionError, match=r"no 'projet' in the storage_options of gs://. Did you mean 'project'\?"):
-        google_files({"token": "anon", "projet": "sesame"}, asynchronous=False)
-    assert google_files({"token": "anon", "project": "p"}, asynchronous=False).project == "p"
+        Location(url="gs://bucket/a", storage_options={"token": "anon", "projet": "sesame"}).filesystem()
+    found = Location(url="gs://bucket/a", storage_options={"token": "anon", "project": "p"}).filesystem()
+    assert found.project == "p"
 
 
 SLASHES = {

@@ -12,10 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from zloader.access.address import Address
-from zloader.access.forks import claim_process
-from zloader.access.object_stores import ObjectStore, client_options, libraries
-from zloader.access.read_only import ReadOnly
+from zloader.access.object_stores import ObjectStore, ReadOnly, claim_process, client_options, libraries
+from zloader.access.scheme import Scheme
 from zloader.access.storage_options import parameters, require_known
 from zloader.common.errors import OptionError
 
@@ -23,30 +21,81 @@ _ACCOUNT = re.compile(r"[^@:/]+@(?P<account>[a-z0-9-]+)\.(?:dfs|blob)\.(?P<domai
 _needed = functools.partial(libraries, "az", "adlfs and obstore", "azure")
 
 
-def require_account(authority: str, shown: str) -> None:
-    """Raises OptionError unless what precedes the path is CONTAINER or CONTAINER@ACCOUNT.dfs.core.windows.net."""
-    if "@" in authority and not _ACCOUNT.fullmatch(authority):
-        raise OptionError(
-            f"cannot open {shown!r}: write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY, and pass credentials in "
-            "storage_options"
-        )
+class Azure(Scheme):
+    """az:// and abfs:// URLs."""
 
+    form = "CONTAINER/KEY"
+    is_source = True
+    advice = (
+        "account_name with account_key, sas_token or connection_string in storage_options or the AZURE_STORAGE_* "
+        "variables, or the identity that DefaultAzureCredential finds; anon=True is for a public container"
+    )
+    if_nothing = "check the account, the container and the key"
+    is_writable = False
 
-def azure_files(location: Address, *, asynchronous: bool) -> Any:
-    """adlfs's file system for the account of a location, without a listings cache."""
-    given = dict(location.storage_options)
-    if given.get("credential") is not None:
-        raise OptionError(
-            "storage_options for az:// cannot contain a credential: leave it out, so that DefaultAzureCredential finds "
-            "one, or pass client_id, client_secret and tenant_id"
-        )
-    files = _read_only_class()
-    require_known(given, "az", parameters(files.__mro__[2].__init__) - {"credential", "loop", "request_session"})
-    options = {"use_listings_cache": False, **_account(location.url), **given}
-    for name, value in _account(location.url).items():
-        if options[name] != value:
-            raise OptionError(f"{location.url} names another account than {name} in storage_options: give it once")
-    return files(asynchronous=asynchronous, **options)
+    def path(self, location: Any, rest: str) -> str:
+        return re.sub("^([^/@]*)@[^/]*", r"\1", rest)
+
+    def require_url(self, authority: str, shown: str) -> None:
+        """Raises OptionError unless what precedes the path is CONTAINER or CONTAINER@ACCOUNT.dfs.core.windows.net."""
+        if "@" in authority and not _ACCOUNT.fullmatch(authority):
+            raise OptionError(
+                f"cannot open {shown!r}: write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY, and pass credentials "
+                "in storage_options"
+            )
+
+    def files(self, location: Any, *, asynchronous: bool) -> Any:
+        given = dict(location.storage_options)
+        if given.get("credential") is not None:
+            raise OptionError(
+                "storage_options for az:// cannot contain a credential: leave it out, so that DefaultAzureCredential "
+                "finds one, or pass client_id, client_secret and tenant_id"
+            )
+        files = _read_only_class()
+        require_known(given, "az", parameters(files.__mro__[2].__init__) - {"credential", "loop", "request_session"})
+        named = _account(location.url)
+        options = {"use_listings_cache": False, **named, **given}
+        for name, value in named.items():
+            if options[name] != value:
+                raise OptionError(f"{location.url} names another account than {name} in storage_options: give it once")
+        return files(asynchronous=asynchronous, **options)
+
+    def zarr_store(self, location: Any) -> Any:
+        from zarr.storage import ObjectStore as ZarrStore
+
+        claim_process("obstore")
+        container, _, prefix = location.path.partition("/")
+        return ZarrStore(_store(location, container, prefix=prefix or None, retries=True), read_only=True)
+
+    def object_store(self, location: Any) -> ObjectStore:
+        container, _, prefix = location.path.partition("/")
+        return ObjectStore(open=functools.partial(_store, location, container), prefix=prefix)
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        with _needed():
+            from azure.core.exceptions import AzureError
+            from obstore.exceptions import BaseError
+        return OSError, AzureError, BaseError
+
+    def is_denial(self, error: BaseException) -> bool:
+        from azure.core.exceptions import ClientAuthenticationError
+        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+        denied = PermissionError | ClientAuthenticationError | PermissionDeniedError | UnauthenticatedError
+        return isinstance(error, denied) or getattr(error, "status_code", None) in (401, 403)
+
+    def credentials(self, location: Any) -> str:
+        """The kind of credentials that adlfs has resolved, and the account. Raises OptionError for unusable options."""
+        files = location.filesystem()
+        kinds = {
+            "connection_string": files.connection_string,
+            "account_key": files.account_key,
+            "sas_token": files.sas_token,
+            "identity of DefaultAzureCredential or client_id": files.sync_credential,
+        }
+        kind = next((name for name, value in kinds.items() if value), "anonymous")
+        variables = sorted(name for name in os.environ if name.startswith("AZURE_STORAGE_"))
+        return ", ".join([kind, *([f"account {files.account_name}"] if files.account_name else []), *variables])
 
 
 def _account(url: str) -> dict[str, str]:
@@ -57,22 +106,7 @@ def _account(url: str) -> dict[str, str]:
     return {"account_name": found["account"], "account_host": f"{found['account']}.blob.{found['domain']}"}
 
 
-def azure_store(location: Address) -> ObjectStore:
-    """The container of a location, for obstore."""
-    container, _, prefix = location.path.partition("/")
-    return ObjectStore(open=functools.partial(_store, location, container), prefix=prefix)
-
-
-def azure_zarr_store(location: Address) -> Any:
-    """A read-only zarr store at a location."""
-    from zarr.storage import ObjectStore as ZarrStore
-
-    claim_process("obstore")
-    container, _, prefix = location.path.partition("/")
-    return ZarrStore(_store(location, container, prefix=prefix or None, retries=True), read_only=True)
-
-
-def _store(location: Address, container: str, *, prefix: str | None = None, retries: bool = False) -> Any:
+def _store(location: Any, container: str, *, prefix: str | None = None, retries: bool = False) -> Any:
     with location.translated("open"), _needed():
         from obstore.store import AzureStore
 
@@ -110,37 +144,6 @@ def _signed_with(key: str | None, sas: str | None) -> dict[str, Any]:
     if key:
         return {"account_key": key, "credential_type": "access_key"}
     return {"sas_key": sas.lstrip("?"), "credential_type": "sas_token"} if sas else {"skip_signature": True}
-
-
-def azure_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of Azure's and obstore's clients. Raises OptionError if they are not installed."""
-    with _needed():
-        from azure.core.exceptions import AzureError
-        from obstore.exceptions import BaseError
-    return AzureError, BaseError
-
-
-def credentials_found(location: Address) -> str:
-    """The kind of credentials that adlfs has resolved, and the account. Raises OptionError for unusable options."""
-    files = location.filesystem()
-    kinds = {
-        "connection_string": files.connection_string,
-        "account_key": files.account_key,
-        "sas_token": files.sas_token,
-        "identity of DefaultAzureCredential or client_id": files.sync_credential,
-    }
-    kind = next((name for name, value in kinds.items() if value), "anonymous")
-    variables = sorted(name for name in os.environ if name.startswith("AZURE_STORAGE_"))
-    return ", ".join([kind, *([f"account {files.account_name}"] if files.account_name else []), *variables])
-
-
-def is_denial(error: BaseException) -> bool:
-    """Whether credentials are missing or not sufficient."""
-    from azure.core.exceptions import ClientAuthenticationError
-    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
-    denied = ClientAuthenticationError | PermissionDeniedError | UnauthenticatedError
-    return isinstance(error, denied) or getattr(error, "status_code", None) in (401, 403)
 
 
 @functools.cache

@@ -15,9 +15,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zloader.access.address import Address
-from zloader.access.object_stores import ObjectStore, client_options, libraries
-from zloader.access.read_only import ReadOnly
+from zloader.access.object_stores import ObjectStore, ReadOnly, client_options, libraries
+from zloader.access.scheme import Scheme
 from zloader.access.storage_options import parameters, require_endpoint, require_known
 from zloader.common.errors import OptionError
 
@@ -56,16 +55,7 @@ def google_endpoint(storage_options: Mapping[str, Any]) -> str:
     return endpoint.rstrip("/")
 
 
-def google_store(location: Address) -> ObjectStore | None:
-    """The bucket of a location for obstore, if an endpoint is stated that needs credentials."""
-    options = location.storage_options
-    if not google_endpoint(options) or google_token(options) == "anon":
-        return None
-    bucket, _, prefix = location.path.partition("/")
-    return ObjectStore(open=functools.partial(_store, location, bucket), prefix=prefix, tag="version")
-
-
-def _store(location: Address, bucket: str) -> Any:
+def _store(location: Any, bucket: str) -> Any:
     options = location.storage_options
     with location.translated("open"), libraries("gs", "obstore for an endpoint_url with credentials", "gs"):
         from obstore.auth.google import GoogleCredentialProvider
@@ -77,45 +67,56 @@ def _store(location: Address, bucket: str) -> Any:
         return GCSStore(bucket, base_url=endpoint, credential_provider=GoogleCredentialProvider(), **client)
 
 
-def google_files(storage_options: Mapping[str, Any], *, asynchronous: bool) -> Any:
-    """gcsfs's file system for gs://, without a listings cache."""
-    options = {"use_listings_cache": False, **storage_options, "token": google_token(storage_options)}
-    files = _read_only_class()
-    require_known(storage_options, "gs", (parameters(files.__init__) - {"access"}) | {"anon"})
-    google_endpoint(options)
-    options["requester_pays"] = paying_project(storage_options) or False
-    options.pop("anon", None)
-    return files(access="read_only", asynchronous=asynchronous, **options)
+class Google(Scheme):
+    """gs:// URLs."""
 
+    form = "BUCKET/KEY"
+    advice = 'GOOGLE_APPLICATION_CREDENTIALS, or pass {"token": "anon"} for a public bucket'
+    is_writable = False
 
-def google_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that gcsfs raises besides OSError. Raises OptionError if gcsfs is not installed."""
-    _read_only_class()
-    from gcsfs.retry import HttpError
-    from google.auth.exceptions import GoogleAuthError
+    def files(self, location: Any, *, asynchronous: bool) -> Any:
+        given = location.storage_options
+        options = {"use_listings_cache": False, **given, "token": google_token(given)}
+        files = _read_only_class()
+        require_known(given, "gs", (parameters(files.__init__) - {"access"}) | {"anon"})
+        google_endpoint(options)
+        options["requester_pays"] = paying_project(given) or False
+        options.pop("anon", None)
+        return files(access="read_only", asynchronous=asynchronous, **options)
 
-    return HttpError, GoogleAuthError
+    def tag(self, location: Any, entry: Mapping[str, Any]) -> str:
+        return str(entry.get("generation") or "")
 
+    def object_store(self, location: Any) -> ObjectStore | None:
+        options = location.storage_options
+        if not google_endpoint(options) or google_token(options) == "anon":
+            return None
+        bucket, _, prefix = location.path.partition("/")
+        return ObjectStore(open=functools.partial(_store, location, bucket), prefix=prefix, tag="version")
 
-def credentials_found(location: Address) -> str:
-    """The kind of credentials that Google's library finds. Raises AccessDeniedError if there are none."""
-    _read_only_class()
-    if google_token(location.storage_options) == "anon":
-        return "anonymous"
-    import google.auth
+    def errors(self) -> tuple[type[Exception], ...]:
+        _read_only_class()
+        from gcsfs.retry import HttpError
+        from google.auth.exceptions import GoogleAuthError
 
-    with location.translated("find credentials for"):
-        credentials, _ = google.auth.default()
-    named = "GOOGLE_APPLICATION_CREDENTIALS, " * ("GOOGLE_APPLICATION_CREDENTIALS" in os.environ)
-    return f"{named}{type(credentials).__module__}.{type(credentials).__name__}"
+        return OSError, HttpError, GoogleAuthError
 
+    def credentials(self, location: Any) -> str:
+        _read_only_class()
+        if google_token(location.storage_options) == "anon":
+            return "anonymous"
+        import google.auth
 
-def is_denial(error: BaseException) -> bool:
-    """Whether an error means that credentials are missing or not sufficient."""
-    from google.auth.exceptions import GoogleAuthError
+        with location.translated("find credentials for"):
+            credentials, _ = google.auth.default()
+        named = "GOOGLE_APPLICATION_CREDENTIALS, " * ("GOOGLE_APPLICATION_CREDENTIALS" in os.environ)
+        return f"{named}{type(credentials).__module__}.{type(credentials).__name__}"
 
-    denied = str(getattr(error, "code", "")) in ("401", "403") or str(error).startswith("Forbidden")
-    return denied or isinstance(error, GoogleAuthError)
+    def is_denial(self, error: BaseException) -> bool:
+        from google.auth.exceptions import GoogleAuthError
+
+        denied = str(getattr(error, "code", "")) in ("401", "403") or str(error).startswith("Forbidden")
+        return denied or isinstance(error, PermissionError | GoogleAuthError)
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from zloader.access.address import Address
 from zloader.access.object_stores import libraries
 from zloader.access.retry import MISSING, ReadFailure, denied
 from zloader.access.storage_options import require_known
@@ -60,11 +59,11 @@ def hub_path(url: str, rest: str, revision: str) -> str:
     return f"{found['kind'] or ''}{found['name']}{at}" + (f"/{found['path']}" if found["path"] else "")
 
 
-def hub_revision(location: Address) -> str:
+def hub_revision(location: Any) -> str:
     """The commit that the branch or tag of a URL now is. Buckets have none."""
     found = _parts(location.url, location.url.partition("://")[2].strip("/"))
     if found["kind"] == "buckets/" or location.revision:
-        return location.revision
+        return str(location.revision)
     files = location.filesystem()
     with location.translated("look up the revision of"):
         from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -84,7 +83,7 @@ def hub_revision(location: Address) -> str:
         return str(about.sha)
 
 
-def hub_files(location: Address) -> Any:
+def hub_files(location: Any) -> Any:
     """HfFileSystem, without earlier listings. It finds the token: HF_TOKEN, or the file of 'hf auth login'."""
     with _needed():
         from huggingface_hub import HfFileSystem
@@ -107,7 +106,7 @@ def hub_files(location: Address) -> Any:
     return HubFiles(**{**location.storage_options, "skip_instance_cache": True})
 
 
-def hub_zarr_store(location: Address) -> Any:
+def hub_zarr_store(location: Any) -> Any:
     """A read-only zarr store at a location. Each read asks the Hub, which redirects it."""
     from zarr.storage import FsspecStore
 
@@ -160,7 +159,7 @@ _OF_STORES: dict[tuple[str, str], _Found] = {}  # of this process, so that a new
 class HubAddresses:
     """The addresses of a repository's or bucket's objects at the CDN. Nothing is asked for before the first `find`."""
 
-    def __init__(self, location: Address) -> None:
+    def __init__(self, location: Any) -> None:
         self._location = location
         self._files: Any = None
         self._asking: dict[str, asyncio.Task[ObjectAddress]] = {}
@@ -248,7 +247,7 @@ def hub_errors() -> tuple[type[Exception], ...]:
     return HfHubHTTPError.__mro__[1], EntryNotFoundError, ClientError  # the first is any error of its client
 
 
-def credentials_found(location: Address) -> str:
+def credentials_found(location: Any) -> str:
     """Where a token for the Hub is. Raises OptionError if huggingface_hub is not installed."""
     with _needed():
         from huggingface_hub import get_token

@@ -21,7 +21,8 @@ from urllib.parse import unquote, urlsplit
 import zarr.abc.store
 import zarr.storage
 
-from zloader.access.schemes import SCHEMES, Scheme
+from zloader.access.scheme import Scheme
+from zloader.access.schemes import SCHEMES
 from zloader.access.stored_objects import Listing, StoredObject, find_file, list_files
 from zloader.common.checks import absolute_path
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError

@@ -20,7 +20,7 @@ import yarl
 from fsspec.asyn import sync
 from fsspec.implementations.http import HTTPFileSystem
 
-from zloader.access.read_only import ReadOnly
+from zloader.access.object_stores import ReadOnly
 from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError
 

@@ -7,9 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from zloader.access.forks import claim_process
 from zloader.access.location import Location
-from zloader.access.object_stores import ObjectStore
+from zloader.access.object_stores import ObjectStore, claim_process
 from zloader.access.retry import MISSING, RANGE_IGNORED, Answer, ReadFailure, denied, truncated
 from zloader.common.locks import cached_property
 from zloader.common.messages import reason_of

@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorstore as ts
 
-from zloader.access.forks import claim_process
 from zloader.access.hub import HubAddresses, unfound
 from zloader.access.kvstore import Credentials, http_spec, kvstore_spec, set_curl_timeouts
 from zloader.access.location import Location
+from zloader.access.object_stores import claim_process
 from zloader.access.retry import MISSING, Answer, ReadFailure, classify_failure, settled
 from zloader.common.errors import AccessDeniedError, StoreError
 from zloader.common.messages import reason_of

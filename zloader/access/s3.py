@@ -1,4 +1,4 @@
-"""s3:// buckets whose requester pays, read with obstore.
+"""s3://: files that s3fs finds, and buckets whose requester pays, which obstore reads.
 
 TensorStore 0.1.86 names the header x-amz-requester-payer, which AWS ignores, instead of x-amz-request-payer. Listings
 and metadata go through s3fs, which names it correctly. Both clients get the credentials that credentials.py resolves.
@@ -13,23 +13,26 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from zloader.access.address import Address
+from botocore.exceptions import EndpointConnectionError
+from s3fs import S3FileSystem
+
 from zloader.access.credentials import S3Access, s3_access
 from zloader.access.object_stores import ObjectStore, client_options, libraries
 from zloader.common.errors import StoreError
 
+_ATTEMPTS = 3  # to list, where nothing listens: within 3 s. botocore makes 5, in up to 15 s
 _AWS = "https://s3.amazonaws.com"
 _DEADLINE_S = 20.0
 _KEPT = timedelta(minutes=5)  # then botocore is asked again; it renews what expires in less than 10 minutes
 
 
-def paid_bucket(location: Address) -> ObjectStore:
+def paid_bucket(location: Any) -> ObjectStore:
     """The bucket of a location for obstore."""
     bucket, _, prefix = location.path.partition("/")
     return ObjectStore(open=functools.partial(_open, location, bucket), prefix=prefix)
 
 
-def _open(location: Address, bucket: str) -> Any:
+def _open(location: Any, bucket: str) -> Any:
     with location.translated("open"), libraries("s3", "obstore to read with requester_pays", "requester_pays"):
         from obstore.store import S3Store
 
@@ -78,3 +81,18 @@ def bucket_region(bucket: str) -> str:
     if not region:
         raise StoreError(f'the region of bucket {bucket} is unknown: pass "client_kwargs": {{"region_name": ...}}')
     return str(region)
+
+
+class S3Files(S3FileSystem):  # type: ignore[misc]
+    """Objects in buckets. Listing gives up early if the connection is refused."""
+
+    async def set_session(self, *given: Any, **options: Any) -> Any:
+        client = await super().set_session(*given, **options)
+        for operation in ("ListObjectsV2", "ListObjectVersions"):
+            client.meta.events.register_first(f"needs-retry.s3.{operation}", _give_up, unique_id=f"zloader-{operation}")
+        return client
+
+
+def _give_up(*, attempts: int, caught_exception: Exception | None, **_: Any) -> None:
+    if isinstance(caught_exception, EndpointConnectionError) and attempts >= _ATTEMPTS:
+        raise caught_exception
