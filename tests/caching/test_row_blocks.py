@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pytest
 import scipy.sparse
-from helpers import assert_same_minibatches, check_minibatch, counts, write_store
+from helpers import assert_same_minibatches, check_minibatch, counts, of_genes, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -74,9 +74,13 @@ def opened(url, cache=None, **options: Any) -> zl.Dataset:
     return zl.open_dataset(url, cache=cache, **options)
 
 
+def loader_of(dataset: zl.Dataset, *, genes: Any = None, **options: Any) -> zl.Loader:
+    return zl.Loader(of_genes(dataset, genes), **SIZES | options)
+
+
 def check_epochs(plain: zl.Dataset, cached: zl.Dataset, **options: Any) -> zl.Loader:
     """Compares two epochs with those without a cache. The second has to come from the cache alone."""
-    wanted, loader = (zl.Loader(dataset, **SIZES | options) for dataset in (plain, cached))
+    wanted, loader = (loader_of(dataset, **options) for dataset in (plain, cached))
     assert_same_minibatches(loader, wanted)
     assert_same_minibatches(loader, wanted)
     assert loader.statistics().gets == 0
@@ -150,8 +154,8 @@ def test_any_rows_of_any_panel(store, shared_cache, genes, rows):
 def test_a_panel_is_cached_like_the_genes_of_a_loader(store, tmp_path):
     dataset = opened(store, compact(tmp_path))
     check_epochs(opened(store)[:, SOME], dataset[:, SOME])
-    loader = zl.Loader(dataset, genes=SOME, **SIZES)
-    assert_same_minibatches(loader, zl.Loader(opened(store), genes=SOME, **SIZES))
+    loader = loader_of(dataset, genes=SOME)
+    assert_same_minibatches(loader, loader_of(opened(store), genes=SOME))
     assert loader.statistics().gets == 0
     assert len(files_of(tmp_path, "rows")) == 1
 
@@ -182,7 +186,7 @@ def test_any_normalized_panel_of_joined_stores(folder, shared_cache, genes, join
     joined = ad.concat([ad.AnnData(each.X, each.obs[[]], each.var[[]]) for each in (ADATA, OTHER)], join=join)
     totals = np.asarray(joined.X.sum(axis=1), np.float64)
     wanted = joined[:, names].X.toarray() * np.divide(50, totals, out=np.zeros_like(totals), where=totals > 0)
-    loader = zl.Loader(cached, genes=names, shuffle=False, **NORMALIZED)
+    loader = zl.Loader(cached[:, names], shuffle=False, **NORMALIZED)
     found = np.concatenate([minibatch.x.numpy() for minibatch in loader])
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
@@ -251,7 +255,7 @@ def test_few_rows_and_empty_ones(tmp_path, n_rows, empty):
     write_store(adata, tmp_path / "a.zarr", tmp_path)
     for genes in (None, ["gene 9", "gene 1"]):
         wanted = adata if genes is None else adata[:, genes]
-        loader = zl.Loader(opened(tmp_path / "a.zarr", compact(tmp_path / "cache")), **SIZES, genes=genes)
+        loader = loader_of(opened(tmp_path / "a.zarr", compact(tmp_path / "cache")), genes=genes)
         for _ in range(2):
             assert sum(len(check_minibatch(minibatch, wanted)) for minibatch in loader) == n_rows
         assert loader.statistics().gets == 0
@@ -264,7 +268,7 @@ def test_few_rows_and_empty_ones(tmp_path, n_rows, empty):
 def test_a_warm_cache_needs_no_store(store, tmp_path, genes):
     moved = tmp_path / "moved.zarr"
     shutil.copytree(store, moved)
-    cache, wanted = compact(tmp_path / "cache"), list(zl.Loader(opened(store), **SIZES, genes=genes, obs=["lane"]))
+    cache, wanted = compact(tmp_path / "cache"), list(loader_of(opened(store), genes=genes, obs=["lane"]))
     dataset = opened(moved, cache)
     panel = dataset if genes is None else dataset[:, genes]
     before = panel.cache_statistics()
@@ -289,7 +293,7 @@ def test_a_warm_cache_needs_no_store(store, tmp_path, genes):
 
 @pytest.mark.parametrize("genes", [None, SOME])
 def test_a_loader_resumes_as_without_a_cache(store, tmp_path, genes):
-    wanted, loader = (zl.Loader(opened(store, cache), **SIZES, genes=genes) for cache in (None, compact(tmp_path)))
+    wanted, loader = (loader_of(opened(store, cache), genes=genes) for cache in (None, compact(tmp_path)))
     for each in (wanted, loader):
         iterator = iter(each)
         for _ in range(5):
@@ -297,7 +301,7 @@ def test_a_loader_resumes_as_without_a_cache(store, tmp_path, genes):
         iterator.close()
     state = loader.state_dict()
     assert state == wanted.state_dict()
-    resumed = [zl.Loader(opened(store, cache), **SIZES, genes=genes) for cache in (None, compact(tmp_path))]
+    resumed = [loader_of(opened(store, cache), genes=genes) for cache in (None, compact(tmp_path))]
     for each in resumed:
         each.load_state_dict(state)
     assert_same_minibatches(resumed[1], resumed[0])
@@ -305,14 +309,14 @@ def test_a_loader_resumes_as_without_a_cache(store, tmp_path, genes):
 
 @pytest.mark.slow
 def test_workers_share_the_cache(store, tmp_path):
-    loader = zl.Loader(opened(store, compact(tmp_path)), **SIZES, genes=SOME)
+    loader = loader_of(opened(store, compact(tmp_path)), genes=SOME)
     for _ in range(2):
         rows = [
             check_minibatch(minibatch, ADATA[:, SOME])
             for minibatch in DataLoader(loader, batch_size=None, num_workers=2)
         ]
         assert np.sort(np.concatenate(rows)).tolist() == list(range(N_ROWS))
-    loader = zl.Loader(opened(store, compact(tmp_path)), **SIZES, genes=SOME)
+    loader = loader_of(opened(store, compact(tmp_path)), genes=SOME)
     list(loader)
     assert loader.statistics().gets == 0
 
@@ -322,7 +326,7 @@ def test_loaders_of_two_panels_at_once(store, tmp_path):
 
     def epoch(genes):
         barrier.wait()
-        loader = zl.Loader(dataset, **SIZES, genes=genes)
+        loader = loader_of(dataset, genes=genes)
         return [check_minibatch(minibatch, ADATA[:, genes]) for minibatch in loader]
 
     with ThreadPoolExecutor(4) as threads:
@@ -340,8 +344,8 @@ def test_little_memory_and_one_thread_are_enough(store, tmp_path):
 
 def test_chunks_that_another_form_keeps_are_used(store, tmp_path):
     list(zl.Loader(opened(store, tmp_path), **SIZES))
-    loader = zl.Loader(opened(store, compact(tmp_path)), **SIZES, genes=SOME)
-    assert_same_minibatches(loader, zl.Loader(opened(store), **SIZES, genes=SOME))
+    loader = loader_of(opened(store, compact(tmp_path)), genes=SOME)
+    assert_same_minibatches(loader, loader_of(opened(store), genes=SOME))
     assert loader.statistics().gets == 0
     assert files_of(tmp_path, "rows")
 
@@ -352,7 +356,8 @@ import zloader as zl
 store, cache, genes = json.loads(sys.argv[1])
 dataset = zl.open_dataset(store, cache=zl.Cache(cache, form="compact"))
 options = zl.FetchOptions(least_read_bytes=1, prefetch=1, gap_bytes=0)
-loader = zl.Loader(dataset, batch_size=8, fetch_factor=1, sampling=zl.BlockShuffling(4), genes=genes, options=options)
+dataset = dataset if genes is None else dataset[:, genes]
+loader = zl.Loader(dataset, batch_size=8, fetch_factor=1, sampling=zl.BlockShuffling(4), options=options)
 for minibatch in loader:
     os.write(1, b".")
     sys.stdin.read(1)
@@ -414,8 +419,8 @@ def flip(path: Path, at: int, change: int = 1) -> None:
 
 
 def check_after_damage(store: Path, cache: Path, genes: Any) -> None:
-    loader = zl.Loader(opened(store, compact(cache)), **SIZES, genes=genes)
-    wanted = zl.Loader(opened(store), **SIZES, genes=genes)
+    loader = loader_of(opened(store, compact(cache)), genes=genes)
+    wanted = loader_of(opened(store), genes=genes)
     assert_same_minibatches(loader, wanted)
     assert loader.statistics().gets
     assert_same_minibatches(loader, wanted)
@@ -490,13 +495,13 @@ def test_blocks_of_another_panel_are_not_taken(store, copied):
     """A renamed file belongs to another array."""
     cache, genes = copied
     (rows,), (blocks,) = files_of(cache, "rows"), files_of(cache, "blocks")
-    loader = zl.Loader(opened(store, compact(cache)), **SIZES, genes=REVERSED)
+    loader = loader_of(opened(store, compact(cache)), genes=REVERSED)
     next(iter(loader))
     for path, suffix in ((rows, "rows"), (blocks, "blocks")):
         (other,) = set(files_of(cache, suffix)) - {path}
         other.write_bytes(path.read_bytes())
-    check = zl.Loader(opened(store, compact(cache)), **SIZES, genes=REVERSED)
-    assert_same_minibatches(check, zl.Loader(opened(store), **SIZES, genes=REVERSED))
+    check = loader_of(opened(store, compact(cache)), genes=REVERSED)
+    assert_same_minibatches(check, loader_of(opened(store), genes=REVERSED))
     assert bool(check.statistics().gets) == (genes is not None)  # whole rows have all values of a panel
 
 
@@ -511,7 +516,7 @@ def test_a_damaged_store_causes_the_same_error_as_without_a_cache(store, tmp_pat
     for cache in (None, compact(tmp_path / "cache")):
         for genes in (None, SOME):
             with pytest.raises(CorruptChunkError) as error:
-                list(zl.Loader(opened(broken, cache), **SIZES, genes=genes))
+                list(loader_of(opened(broken, cache), genes=genes))
             said.append(type(error.value))
     assert len(set(said)) == 1
 
@@ -525,8 +530,8 @@ def test_a_damaged_store_causes_the_same_error_as_without_a_cache(store, tmp_pat
 def test_a_small_cache_keeps_its_limit_and_values_are_right(store, tmp_path, most, genes):
     cache = compact(tmp_path, max_bytes=most)
     for _ in range(2):
-        loader = zl.Loader(opened(store, cache), **SIZES, genes=genes)
-        assert_same_minibatches(loader, zl.Loader(opened(store), **SIZES, genes=genes))
+        loader = loader_of(opened(store, cache), genes=genes)
+        assert_same_minibatches(loader, loader_of(opened(store), genes=genes))
         assert cache_bytes(tmp_path) <= max(most, 40_000)
 
 
@@ -536,7 +541,7 @@ import zloader as zl
 store, cache, genes, most = json.loads(sys.argv[1])
 dataset = zl.open_dataset(store, cache=zl.Cache(cache, form="compact", max_bytes=most))
 for _ in range(2):
-    rows, loader = {}, zl.Loader(dataset, batch_size=16, fetch_factor=4, genes=genes, layout="dense")
+    rows, loader = {}, zl.Loader(dataset[:, genes], batch_size=16, fetch_factor=4, layout="dense")
     for minibatch in loader:
         rows |= dict(zip(minibatch.index.tolist(), minibatch.x.tolist(), strict=True))
 print(json.dumps([rows[row] for row in sorted(rows)]))
