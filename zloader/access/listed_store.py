@@ -7,19 +7,15 @@ be returned, with as many bytes as the listing says.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from zloader.access.schemes import access_errors, is_denial
 from zloader.common.errors import (
     AccessDeniedError,
-    CorruptChunkError,
     FormatError,
     MissingObjectError,
     ReadError,
@@ -27,17 +23,9 @@ from zloader.common.errors import (
     TruncatedObjectError,
 )
 from zloader.common.messages import reason_of
-from zloader.storage.coders import is_whole_blosc, require_bound, require_packages
+from zloader.storage.coders import is_whole_blosc, require_packages
 from zloader.storage.layout import require_bytes
-from zloader.storage.metadata import (
-    SHARDING,
-    array_nodes,
-    chunk_bytes_bound,
-    chunk_compressors,
-    codec_names,
-    inner_chunks,
-)
-from zloader.storage.placement import ABSENT, Placement
+from zloader.storage.metadata import SHARDING, codecs_of_arrays
 
 if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
@@ -52,44 +40,6 @@ def is_metadata(key: str) -> bool:
     return key.rpartition("/")[2] in METADATA
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Chunks:
-    """How the chunks of an array are compressed, and where they lie in a shard.
-
-    Compressors of zarr do not limit what they decompress, and blosc reads past the end of truncated input.
-    """
-
-    coders: Sequence[Any] = ()
-    checked: bool = False
-    most: int = 0
-    shard: Placement | None = None
-
-    @classmethod
-    def of(cls, node: Mapping[str, Any], where: str) -> _Chunks:
-        """Those of the array with this metadata. Raises FormatError for a codec that cannot be read."""
-        names, shard = codec_names(node), None
-        require_packages(names, where)
-        if not names:
-            return cls()
-        if SHARDING in names:
-            node, shard = inner_chunks(node, where)
-        coders, checked = chunk_compressors(node, where)
-        return cls(coders=coders, checked=checked, most=chunk_bytes_bound(node) if coders else 0, shard=shard)
-
-    def check(self, stored: bytes, what: str) -> None:
-        """Raises an error unless a chunk is as long as its header says, and decodes to at most `most` bytes."""
-        stored = stored[:-4] if self.checked else stored
-        if self.coders[-1].codec_id == "blosc" and not is_whole_blosc(stored):
-            raise TruncatedObjectError(
-                f"{what} has {len(stored)} bytes, but its blosc header gives another size: it was truncated when it "
-                f"was written or copied. {_RESTORE}"
-            )
-        try:
-            require_bound(self.coders, stored, self.most)
-        except Exception as error:
-            raise CorruptChunkError(f"{what} cannot be decoded: {error}. {_RESTORE}") from error
-
-
 class ListedStore(Store):
     """A read-only wrapper of a zarr store; every read passes through `get`.
 
@@ -99,13 +49,11 @@ class ListedStore(Store):
     """
 
     complete = False
-    _merges = False  # whether a range may be several chunks of a shard
 
     def __init__(self, store: Store, url: str, sizes: Mapping[str, int], *, all_listed: bool) -> None:
         super().__init__(read_only=True)
         self._store, self._url, self.sizes, self._all_listed = store, url, sizes, all_listed
-        self._arrays: dict[str, Mapping[str, Any]] = {}  # the metadata of each known array, by path
-        self._chunks: dict[str, _Chunks] = {}  # of each array that was read, by path
+        self._arrays: dict[str, list[str]] = {}  # the names of the codecs of each known array, by path
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """The bytes of an object or of a range of it; None if the object is absent.
@@ -116,8 +64,8 @@ class ListedStore(Store):
         size = self.sizes.get(key)
         if size is not None:
             require_bytes(self._url, key, size, _end(byte_range))
-        if not is_metadata(key):
-            self._chunks_of(key)
+        path, names = self._codecs_of(key)
+        require_packages(names, f"{path} of {self._url}")
         wanted = _length(byte_range, size)
         content = None if self._is_absent(key) else await self._read_translated(key, prototype, byte_range)
         if content is not None and len(content) < (wanted or 0):  # an answer that was cut short is complete next time
@@ -132,11 +80,8 @@ class ListedStore(Store):
                 raise MissingObjectError(f"{self._url}: {key} is missing: the store is incomplete. Convert it again")
             return None
         self._check_length(key, len(content), wanted)
-        if not is_metadata(key):
-            if not self._merges:
-                self._check_chunks(key, content, byte_range)
-        elif byte_range is None:
-            self._check_metadata(key, content)
+        if byte_range is None:
+            (self._check_metadata if is_metadata(key) else self._check_chunk)(key, content)
         return content
 
     def register_arrays(self, key: str, document: Any) -> None:
@@ -144,10 +89,7 @@ class ListedStore(Store):
 
         `get` does this for every metadata object that it returns.
         """
-        nodes = array_nodes(key, document)
-        self._arrays |= nodes
-        for path in nodes:
-            self._chunks.pop(path, None)
+        self._arrays |= codecs_of_arrays(key, document)
 
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
         """Like `get`, but without any checks."""
@@ -191,45 +133,23 @@ class ListedStore(Store):
                 f"{_RESTORE}"
             ) from error
 
-    def _check_chunks(self, key: str, content: Buffer, byte_range: ByteRequest | None) -> None:
-        """Checks what zarr will decode of an object or of a range of it, which is the index or a chunk of a shard."""
-        chunks = self._chunks_of(key)
-        if not chunks.coders:
+    def _check_chunk(self, key: str, content: Buffer) -> None:
+        """Raises an error for a truncated chunk of blosc, which would read past its end."""
+        _, names = self._codecs_of(key)
+        checked = names[-1:] == ["crc32c"]
+        if SHARDING in names or (names[:-1] if checked else names)[-1:] != ["blosc"]:
             return
-        stored, shard = content.to_bytes(), chunks.shard
-        if shard is None:
-            if byte_range is None:
-                chunks.check(stored, f"{self._url}: {key}")
-            return
-        is_index = _length(byte_range, None) == shard.index_bytes and (
-            isinstance(byte_range, SuffixByteRequest) if shard.index_at_end else _end(byte_range) == shard.index_bytes
-        )
-        if byte_range is not None and not is_index:
-            chunks.check(stored, f"a chunk in {self._url}: {key}")
-            return
-        index = stored[-shard.index_bytes :] if shard.index_at_end else stored[: shard.index_bytes]
-        table = np.frombuffer(index[: 16 * (len(index) // 16)], "<u8").reshape(-1, 2)
-        table = table[(table != ABSENT).any(axis=1)]
-        if not shard.index_at_end and (table[:, 0] < shard.index_bytes).any():
-            raise CorruptChunkError(f"{self._url}: the shard index of {key} points into itself. {_RESTORE}")
-        if byte_range is None:
-            for offset, size in table.tolist():
-                chunks.check(stored[offset : offset + size], f"the chunk at byte {offset} of {self._url}: {key}")
+        stored = content.to_bytes()
+        if not is_whole_blosc(stored[:-4] if checked else stored):
+            raise TruncatedObjectError(
+                f"{self._url}: {key} has {len(stored)} bytes, but its blosc header gives another size: it was "
+                f"truncated when it was written or copied. {_RESTORE}"
+            )
 
-    def _chunks_of(self, key: str) -> _Chunks:
-        """How the chunks in an object are compressed; nothing of an array that is not known."""
-        paths = [path for path in _parents(key) if path in self._arrays] or [""]
-        if len(paths) > 1:
-            raise FormatError(f"{self._url}: array {paths[0]} lies inside of array {paths[1]}. {_RESTORE}")
-        path = paths[0]
-        if path not in self._chunks:
-            try:
-                self._chunks[path] = _Chunks.of(self._arrays.get(path, {}), f"{path} of {self._url}")
-            except FormatError:
-                raise
-            except (ValueError, TypeError, AttributeError, LookupError) as error:
-                raise FormatError(f"{self._url}: the metadata of {path} is damaged ({error!r}). {_RESTORE}") from error
-        return self._chunks[path]
+    def _codecs_of(self, key: str) -> tuple[str, list[str]]:
+        """The array that an object belongs to, and the names of its codecs; none for an array that is not known."""
+        path = next((path for path in _parents(key) if path in self._arrays), "")
+        return path, self._arrays.get(path, [])
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -241,13 +161,8 @@ class ListedStore(Store):
         self, key: str, byte_ranges: Sequence[ByteRequest | None], **options: Any
     ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
         """Like zarr's, with which newer versions read shards, but raises the first error, not an ExceptionGroup."""
-        merging = copy.copy(self)
-        merging._merges = True  # zarr reads chunks that are close together in one range, and takes it apart
         try:
-            async for group in Store.get_ranges(merging, key, byte_ranges, **options):  # type: ignore[attr-defined]
-                for number, content in group:
-                    if content is not None:
-                        self._check_chunks(key, content, byte_ranges[number])
+            async for group in Store.get_ranges(self, key, byte_ranges, **options):  # type: ignore[attr-defined]
                 yield group
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors

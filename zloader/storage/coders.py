@@ -6,7 +6,6 @@ zarr-python encodes with numcodecs too, so its bytes can be read and repeated he
 from __future__ import annotations
 
 import bz2
-import itertools
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +40,6 @@ _STREAMS: dict[str, Callable[[Any], Any]] = {
     "bz2": lambda coder: bz2.BZ2Decompressor(),
     "lzma": lambda coder: lzma.LZMADecompressor(coder.format, filters=coder.filters),
 }
-_DEFLATE_RATIO = 1032  # a byte of zlib or gzip decodes to at most so many
 _COMPRESSORS = {*_STREAMS, "blosc", "zstd", "lz4", PCODEC}
 _CHECKSUMS = {"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"}
 # Filters that decode n bytes to at most 16 n bytes.
@@ -85,54 +83,10 @@ def decode_within(coder: Any, stored: Any, dtype: np.dtype[Any], n: int) -> Any:
     return out
 
 
-def require_bound(coders: Sequence[Any], stored: Any, most: int) -> None:
-    """Raises an exception if `coders`, compressors only, would decode `stored` to more than `most` bytes.
-
-    Blosc, lz4 and zstd tell the size in advance. Streams of the other compressors are decompressed, up to `most`.
-    """
-    *inner, coder = coders
-    name = coder.codec_id
-    if inner or (name in _STREAMS and not (name in ("zlib", "gzip") and len(stored) * _DEFLATE_RATIO <= most)):
-        plain = decode_within(coder, stored, np.dtype(np.uint8), most)
-        if inner:
-            require_bound(inner, plain, most)
-        return
-    size = _zstd_bound(stored, most) if name == "zstd" else _header_size(name, stored, 0)
-    if size > most:
-        raise ValueError(f"it would decode to more than {most} bytes")
-
-
 def _header_size(name: str, stored: Any, default: int) -> int:
     """The decoded size in the header of a blosc or lz4 chunk; `default` for other compressors."""
     at = {"blosc": 4, "lz4": 0}.get(name)
     return default if at is None else _number(stored, at, 4)
-
-
-def _zstd_bound(stored: Any, most: int) -> int:
-    """The decoded size of the zstd frames in `stored`, or an upper bound of it; some number above `most` for more.
-
-    A block decodes to at most 128 KiB (RFC 8878, 3.1.1.2).
-    """
-    total = at = 0
-    while at < len(stored) and total <= most:
-        magic = _number(stored, at, 4)
-        if magic >> 4 == 0x184D2A5:  # a frame to skip
-            at += 8 + _number(stored, at + 4, 4)
-            continue
-        if magic != 0xFD2FB528:
-            break
-        frame, described = stored[at:], _number(stored, at + 4, 1)
-        announced = _zstd_size(frame, -1)
-        at += 5 + (1 - (described >> 5 & 1)) + (0, 1, 2, 4)[described & 3]
-        at += (described >> 5 & 1, 2, 4, 8)[described >> 6]
-        bound, last = 0, False
-        while not last and at < len(stored) and total + bound <= most:
-            block = _number(stored, at, 3)
-            last, at = bool(block & 1), at + 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
-            bound += MiB // 8
-        at += 4 * (described >> 2 & 1)
-        total += bound if announced < 0 else announced
-    return total
 
 
 def _decompressed(coder: Any, stored: Any, most: int) -> bytes:
@@ -196,20 +150,6 @@ def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> Chain:
         raise _unreadable(path, names, names[-1])
     coders = [_coder(codec, path, names) for codec in inner if not _is_plain_bytes(codec)]
     return Chain(coders=coders, checked=checked)
-
-
-def compressors_of(codecs: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
-    """The compressors at the end of the `codecs` of the array at `path`.
-
-    Raises FormatError for a compressor elsewhere, whose output would not be limited.
-    """
-    names = [codec["name"].removeprefix(PREFIX) for codec in codecs]
-    compressors = _COMPRESSORS - {PCODEC}
-    last = list(itertools.takewhile(lambda number: names[number] in compressors, range(len(names))[::-1]))
-    hidden = [name for name in names[: len(names) - len(last)] if name in compressors]
-    if hidden:
-        raise _unreadable(path, names, hidden[0], " before another codec")
-    return [_coder(codecs[number], path, names) for number in last[::-1]]
 
 
 def _is_plain_bytes(codec: Mapping[str, Any]) -> bool:

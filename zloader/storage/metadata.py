@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
-from zloader.common.options import MiB
-from zloader.storage.coders import PREFIX, compressors_of
+from zloader.storage.coders import PREFIX
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.placement import Placement
 
@@ -158,8 +157,8 @@ def number_dtype(path: str, data_type: Any) -> np.dtype[Any]:
     return dtype
 
 
-def array_nodes(key: str, document: Any) -> dict[str, Mapping[str, Any]]:
-    """Maps the path of each array described by a metadata object to its metadata, if it has codecs.
+def codecs_of_arrays(key: str, document: Any) -> dict[str, list[str]]:
+    """Maps the path of each array described by a metadata object to the names of its codecs, in encoding order.
 
     `document` is the object at `key`: a `zarr.json` (consolidated or not), a `.zmetadata` or a `.zarray`. Any other
     object describes no arrays.
@@ -174,58 +173,8 @@ def array_nodes(key: str, document: Any) -> dict[str, Mapping[str, Any]]:
         nodes = {
             f"{above}/{path}".lstrip("/"): node for (path, _, leaf), node in consolidated.items() if leaf == ".zarray"
         }
-    return {path: node for path, node in nodes.items() if codec_names(node)}
-
-
-def codec_names(node: Mapping[str, Any]) -> list[str]:
-    """Names of the codecs of an array in encoding order. Those of the chunks of a shard follow "sharding_indexed"."""
-    return [name.removeprefix(PREFIX) for name in _codec_names(node)]
-
-
-def chunk_bytes_bound(node: Mapping[str, Any]) -> int:
-    """A generous bound of the bytes that a chunk of an array (v2 or v3) may decode to."""
-    is_v3 = node.get("zarr_format") == 3
-    chunk = node["chunk_grid"]["configuration"]["chunk_shape"] if is_v3 else node["chunks"]
-    try:
-        item = np.dtype(node["data_type" if is_v3 else "dtype"]).itemsize
-    except (TypeError, ValueError):  # strings, records and dates, which Zarr v3 describes with a dict
-        item = 0
-    # A filter of Zarr v2 makes an item at most 16 times as large.
-    return max(64 * MiB, int(math.prod(chunk)) * (16 * item if item else MiB // 16))
-
-
-def chunk_compressors(node: Mapping[str, Any], path: str) -> tuple[list[Any], bool]:
-    """The compressors at the end of the codecs of an array (v2 or v3), and whether a crc32c follows them."""
-    if node.get("zarr_format") == 3:
-        codecs = [{"name": codec} if isinstance(codec, str) else codec for codec in node["codecs"]]
-    else:
-        coders = [*(node.get("filters") or []), node.get("compressor")]
-        codecs = [_codec_v2(coder) for coder in coders if coder is not None]
-    checked = [codec["name"] for codec in codecs[-1:]] == ["crc32c"]
-    return compressors_of(codecs[:-1] if checked else codecs, path), checked
-
-
-def inner_chunks(node: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any], Placement]:
-    """The metadata of a sharded array with the inner chunks in place of the shards, and the placement in a shard.
-
-    Raises FormatError for shards that are compressed as a whole or hold shards, and for an unknown kind of index.
-    """
-    last = node["codecs"][-1]
-    sharding = {"index_codecs": [{"name": "bytes"}, {"name": "crc32c"}], **last.get("configuration", {})}
-    index_codecs = _index_codecs(sharding)
-    known = index_codecs in (["bytes"], ["bytes", "crc32c"])
-    if last["name"] != SHARDING or codec_names(node).count(SHARDING) > 1 or not known:
-        raise FormatError(f"{path} has an unsupported shard format: run 'zloader convert' on the source of this store")
-    outer, inner = node["chunk_grid"]["configuration"]["chunk_shape"], sharding["chunk_shape"]
-    placement = Placement(
-        path=path,
-        chunks_per_object=math.prod(whole // max(1, part) for whole, part in zip(outer, inner, strict=True)),
-        sharded=True,
-        index_checksum="crc32c" in index_codecs,
-        index_at_end=sharding.get("index_location", "end") == "end",
-    )
-    grid = {"name": "regular", "configuration": {"chunk_shape": inner}}
-    return {**node, "chunk_grid": grid, "codecs": sharding["codecs"]}, placement
+    found = {path: [name.removeprefix(PREFIX) for name in _codec_names(node)] for path, node in nodes.items()}
+    return {path: names for path, names in found.items() if names}
 
 
 def _codec_names(node: Mapping[str, Any]) -> Iterator[str]:
