@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import zarr
-from helpers import counts
+from helpers import counts, write_store
 
 import zloader as zl
 from zloader.caching import kept_objects
@@ -396,3 +396,23 @@ def test_a_damaged_categorical_is_an_error_that_names_it(store, tmp_path, damage
         zarr.consolidate_metadata(path)
     with pytest.raises(FormatError, match=r"cell_type.*the store is damaged"):
         zl.open_dataset(path).obs(["cell_type"])
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_arrays_of_a_dataset_cannot_be_changed(tmp_path, cached):
+    adata = counts(20, 4)
+    adata.obsm["pca"] = np.ones((20, 2), np.float32)
+    write_store(adata, tmp_path / "a.zarr", tmp_path / "source")
+    shutil.copytree(tmp_path / "a.zarr", tmp_path / "b.zarr")
+    for urls in (tmp_path / "a.zarr", [tmp_path / "a.zarr", tmp_path / "b.zarr"]):
+        dataset = zl.open_dataset(urls, cache=tmp_path / "cache" if cached else None)
+        arrays = [dataset.obsm_array("pca"), *(dataset.obs_column(name).values for name in dataset.obs_columns)]
+        for array in arrays:
+            with pytest.raises(ValueError, match="read-only"):
+                array[:1] = 0
+        for minibatch in zl.Loader(dataset, obs=dataset.obs_columns, obsm=["pca"], framework="numpy", batch_size=8):
+            for array in (*minibatch.obs.values(), *minibatch.obsm.values()):
+                array[:] = 0  # a minibatch's own
+        (whole,) = zl.Loader(dataset, obs=["lane"], obsm=["pca"], shuffle=False, batch_size=dataset.n_obs)
+        assert whole.obs["lane"].tolist() == [*adata.obs["lane"]] * (dataset.n_obs // 20)
+        assert whole.obsm["pca"].min() == 1

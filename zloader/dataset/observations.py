@@ -152,6 +152,9 @@ class Observations:
             if column is None:
                 columns = concurrently(lambda columns: columns.numbers(name), self._of_stores)
                 column = self._keep(name, joined(name, columns))
+            column.values.flags.writeable = False  # as with a cache: later minibatches are made of them
+            if isinstance(column.coded, np.ndarray):
+                column.coded.flags.writeable = False
             self._columns[name] = column
         return self._columns[name]
 

@@ -60,6 +60,7 @@ class ObsmArrays:
         if not isinstance(name, str) or name not in self._arrays:
             self.require([name])
             self._arrays[name] = self._read(name)
+            self._arrays[name].flags.writeable = False  # as with a cache: later minibatches are made of it
         return self._arrays[name]
 
     def rows(self, name: str, rows: Rows) -> NDArray[Any]:
