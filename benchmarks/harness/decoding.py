@@ -35,7 +35,7 @@ def decode_seconds(loader: zl.Loader, stored: dict[str, list[np.ndarray]]) -> fl
     """Seconds for decoding alone, of the chunks that one epoch of `loader` decodes without a mirror."""
     dataset, plan = loader.dataset, loader.plan(0)
     matrix = dataset.store.matrix("X")
-    indptr = dataset.store.indptr(matrix)
+    indptr = dataset.store.offsets(matrix)
     jobs = []
     for number in range(plan.n_fetches):
         starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)

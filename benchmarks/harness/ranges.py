@@ -170,7 +170,7 @@ def mirrored(loader: zl.Loader, mirror: Path, *, epoch: int) -> list[Ranges]:
     """The ranges that an epoch reads from the mirror file of each array. Consecutive rows form one range."""
     dataset, plan = loader.dataset, loader.plan(epoch)
     matrix = dataset.store.matrix("X")
-    indptr = dataset.store.indptr(matrix)
+    indptr = dataset.store.offsets(matrix)
     pieces = []
     for number in range(plan.n_fetches):
         starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)

@@ -218,7 +218,7 @@ def allowed_bytes(loader: zl.Loader) -> tuple[int, int]:
     """The memory limit from FetchOptions, counting decoded fetches as their rows' values, and as whole chunks."""
     dataset, options = loader.dataset, loader.options
     matrix, plan = dataset.store.matrix("X"), loader.plan(0)
-    indptr = dataset.store.indptr(matrix)
+    indptr = dataset.store.offsets(matrix)
     values, chunks = 0, 0
     for number in range(plan.n_fetches):
         starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)

@@ -122,7 +122,7 @@ def reads(dataset: zl.Dataset, *, block_size: int, batch_size: int, fetch_factor
     sampling = zl.BlockShuffling(block_size)
     plan = zl.Loader(dataset, sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor).plan(0)
     matrix = dataset.store.matrix("X")
-    indptr = dataset.store.indptr(matrix)
+    indptr = dataset.store.offsets(matrix)
     cost = epoch_costs(dataset, plan, most_fetches=plan.n_fetches).unmirrored
     chunks = values = 0
     for number in range(plan.n_fetches):

@@ -21,7 +21,7 @@ import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.dataset.in_memory import as_scipy
 from zloader.dataset.splits import part_windows
-from zloader.dataset.views import RowSet, Within, mask_of
+from zloader.dataset.views import RowSet, Within, rows_matching
 from zloader.insight.cost import epoch_costs
 from zloader.order.plan import Plan
 from zloader.selecting.columns import ObsColumn, as_numbers
@@ -328,7 +328,7 @@ def test_fractions_of_single_precision_leave_no_row_over(shares):
 )
 def test_conditions_that_make_no_sense_are_refused(condition, message):
     with pytest.raises(OptionError, match=message):
-        mask_of(condition, column(), 10)
+        rows_matching(condition, column(), 10)
 
 
 @given(
@@ -364,11 +364,13 @@ def test_many_rows_take_little_memory():
     n = 20_000_000
     codes = (np.arange(n, dtype=np.int64) // 70_000 % 250).astype(np.uint8).view(np.int8) % 100
     of = column(donor=ObsColumn(values=codes, coded=pd.Index([f"d{number}" for number in range(100)])))
-    mask_of("donor == 'd1'", of, 10), split_rows([0.5], of, 100, by="donor", stratify=None, seed=0)  # compile first
+    (
+        rows_matching("donor == 'd1'", of, 10),
+        split_rows([0.5], of, 100, by="donor", stratify=None, seed=0),
+    )  # compile first
     tracemalloc.start()
     try:
-        mask = mask_of("donor in ['d1', 'd2', 'd3'] or not donor != 'd7'", of, n)
-        chosen = RowSet.of(mask)
+        chosen = rows_matching("donor in ['d1', 'd2', 'd3'] or not donor != 'd7'", of, n)
         held = chosen.bits.nbytes + chosen.before.nbytes
         for way in (
             {"by": "donor", "stratify": None},

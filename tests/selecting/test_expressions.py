@@ -11,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.selecting import expressions
+from zloader.common.records import windows_of
 from zloader.selecting.columns import ObsColumn, as_numbers
+from zloader.selecting.expressions import row_test
 
 LABELS = ["a", "b", "it's", "never"]
 ORDERS = {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+
+
+def matching(text, column, n_rows, names=()):
+    test, mask = row_test(text, column, names), np.empty(n_rows, bool)
+    for window in windows_of(n_rows):
+        mask[window] = test(window)
+    return mask
 
 
 def columns(n: int, seed: int) -> dict[str, pd.Series]:
@@ -102,7 +110,7 @@ def _joined(parts):
 def test_expressions_hold_where_pandas_says(made, n, seed):
     text, oracle = made
     frame = columns(n, seed)
-    mask = expressions.matching(text, stored(frame).__getitem__, n)
+    mask = matching(text, stored(frame).__getitem__, n)
     assert mask.dtype == bool
     np.testing.assert_array_equal(mask, oracle(frame).fillna(False).to_numpy(bool))
 
@@ -110,9 +118,9 @@ def test_expressions_hold_where_pandas_says(made, n, seed):
 def test_windows_of_rows_are_put_together(monkeypatch):
     frame = columns(1000, 1)
     text = "cell_type in ('a', \"it's\") and not lane < 1"
-    whole = expressions.matching(text, stored(frame).__getitem__, 1000)
+    whole = matching(text, stored(frame).__getitem__, 1000)
     monkeypatch.setattr("zloader.common.records.WINDOW_ROWS", 7)
-    np.testing.assert_array_equal(expressions.matching(text, stored(frame).__getitem__, 1000), whole)
+    np.testing.assert_array_equal(matching(text, stored(frame).__getitem__, 1000), whole)
     assert 0 < whole.sum() < 1000
 
 
@@ -128,7 +136,7 @@ def test_a_row_without_a_value_is_in_no_comparison_whichever_way_it_is_put():
         "type not in []": [0, 2],
         "type in []": [],
     }.items():
-        assert np.flatnonzero(expressions.matching(text, column, 3)).tolist() == rows, text
+        assert np.flatnonzero(matching(text, column, 3)).tolist() == rows, text
 
 
 @pytest.mark.parametrize(
@@ -173,7 +181,7 @@ def test_a_row_without_a_value_is_in_no_comparison_whichever_way_it_is_put():
 )
 def test_what_is_no_such_expression_is_refused(text, message):
     with pytest.raises(OptionError, match=message):
-        expressions.matching(text, stored(columns(9, 0)).__getitem__, 9)
+        matching(text, stored(columns(9, 0)).__getitem__, 9)
 
 
 @pytest.mark.parametrize("constant", ["1e39", "-1e39", "3.40282351e38", "1e999", "-1e999", "70000", "-70000"])
@@ -184,7 +192,7 @@ def test_numbers_that_the_columns_dtype_cannot_hold_are_compared_as_they_are(dty
     for order in ORDERS:
         wanted = [eval(f"{float(value)} {order} {constant}", {"inf": np.inf, "nan": np.nan}) for value in values]
         wanted[3] = False  # a missing value satisfies no comparison
-        assert expressions.matching(f"score {order} {constant}", column, 6).tolist() == wanted, order
+        assert matching(f"score {order} {constant}", column, 6).tolist() == wanted, order
 
 
 def test_booleans_of_which_some_are_missing_are_compared():
@@ -192,9 +200,9 @@ def test_booleans_of_which_some_are_missing_are_compared():
     column = {"seen": as_numbers("seen", pd.array([True, None, False], dtype="boolean"))}.__getitem__
     for text in ("seen", "not seen", "not not seen"):
         with pytest.raises(OptionError, match=r"'seen' in .* write seen == True, or == False"):
-            expressions.matching(text, column, 3)
+            matching(text, column, 3)
     for text, rows in {"seen == True": [0], "not seen == True": [2], "seen == False": [2], "seen != True": [2]}.items():
-        assert np.flatnonzero(expressions.matching(text, column, 3)).tolist() == rows, text
+        assert np.flatnonzero(matching(text, column, 3)).tolist() == rows, text
 
 
 NAMES = [
@@ -240,26 +248,26 @@ def test_any_column_can_be_named(text, named):
         asked.append(name)
         return ObsColumn(values=np.arange(2))
 
-    expressions.matching(text, column, 2, NAMES)
+    matching(text, column, 2, NAMES)
     assert [name for name in asked if name != "plain"] == ([] if named == "plain" else [named])
 
 
 @pytest.mark.parametrize("name", ["\N{GREEK SMALL LETTER MU}m", "n_\N{MATHEMATICAL ITALIC SMALL MU}", "cell"])
 def test_names_in_back_quotes_are_exact_and_of_two_alike_none_is_guessed(name):
     with pytest.raises(KeyError, match=name):
-        expressions.matching(name if name[0] == "n" else f"`{name}` == 1", {}.__getitem__, 2, NAMES)
+        matching(name if name[0] == "n" else f"`{name}` == 1", {}.__getitem__, 2, NAMES)
 
 
 def test_back_quotes_in_strings_are_back_quotes():
     column = {"a b": as_numbers("a b", np.array(["`x y`", "it's `", 'say "`"']))}.__getitem__
     for number, text in enumerate(["'`x y`'", '"it\'s `"', "'say \"`\"'"]):
-        assert np.flatnonzero(expressions.matching(f"{text} == `a b`", column, 3)).tolist() == [number]
-        assert np.flatnonzero(expressions.matching(f"`a b` in ({text}, )", column, 3)).tolist() == [number]
+        assert np.flatnonzero(matching(f"{text} == `a b`", column, 3)).tolist() == [number]
+        assert np.flatnonzero(matching(f"`a b` in ({text}, )", column, 3)).tolist() == [number]
 
 
 def test_messages_show_back_quotes_as_they_are_written():
     with pytest.raises(OptionError, match=r"'`a b` < 3' in the expression .* labels"):
-        expressions.matching("'é' == `a b` or `a b` < 3", {"a b": as_numbers("", np.array(["é"]))}.__getitem__, 1)
+        matching("'é' == `a b` or `a b` < 3", {"a b": as_numbers("", np.array(["é"]))}.__getitem__, 1)
 
 
 def test_a_column_is_looked_up_once_however_often_it_is_named():
@@ -269,7 +277,7 @@ def test_a_column_is_looked_up_once_however_often_it_is_named():
         asked.append(name)
         return kept[name]
 
-    expressions.matching("lane > 0 or lane > 1 and n_counts == lane or passed and not passed", column, 9)
+    matching("lane > 0 or lane > 1 and n_counts == lane or passed and not passed", column, 9)
     assert sorted(asked) == ["lane", "n_counts", "passed"]
 
 
@@ -278,10 +286,10 @@ def test_what_the_column_lookup_raises_comes_through():
         raise MissingColumnError(f"there is no obs column {name!r}")
 
     with pytest.raises(MissingColumnError, match="'tissue'"):
-        expressions.matching("tissue == 'lung'", column, 3)
+        matching("tissue == 'lung'", column, 3)
 
 
 def test_of_many_labels_some_are_listed():
     many = {"type": as_numbers("type", pd.Categorical([f"t{number:03}" for number in range(500)]))}.__getitem__
     with pytest.raises(OptionError, match=r"'t019' and 480 more"):
-        expressions.matching("type == 't'", many, 500)
+        matching("type == 't'", many, 500)

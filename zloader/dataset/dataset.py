@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
@@ -18,10 +19,10 @@ from zloader.access.location import Location, location_of
 from zloader.common.child import children_kept
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.keywords import answers
+from zloader.common.messages import listed as named
 from zloader.common.messages import warn_user
 from zloader.common.options import Cache
 from zloader.common.records import Rows
-from zloader.dataset.description import described
 from zloader.dataset.gene_axis import without_functions
 from zloader.dataset.matrices import Matrices, Panel
 from zloader.dataset.observations import Observations
@@ -36,6 +37,7 @@ from zloader.selecting.rows import RowChoice, positions_of, range_of
 
 URL = str | os.PathLike[str]
 _AS_STORED = GeneJoin()
+_NAMES = 30  # of each group in HTML
 
 
 def open_locations(
@@ -204,16 +206,38 @@ class Dataset(Table):
         return _reopen, (self._opened.locations, self.cache, self._opened.offline, _fingerprints(self), rule)
 
     def __repr__(self) -> str:
-        return self._described()
+        head, groups = self._described()
+        return "\n".join([head, *(f"    {group}: {', '.join(map(repr, names))}" for group, names in groups.items())])
 
     def _repr_html_(self) -> str:
-        return self._described(html=True)
+        head, groups = self._described()
+        row = '<tr><th style="text-align: left">{}</th><td style="text-align: left">{}</td></tr>'
+        rows = (row.format(group, escape(named(names, _NAMES))) for group, names in groups.items())
+        return f"<p>{escape(head)}</p><table>{''.join(rows)}</table>"
 
-    def _described(self, *, html: bool = False) -> str:
-        n_vars = None if self.matrices.rule.as_stored else self.matrices.of_all_genes.n_genes("X")
-        chosen, kind = (None, "Dataset") if self.whole is self else (self.n_obs, "View")
-        panel = self.matrices.n_panel
-        return described(kind, self.stores, self.url, n_vars=n_vars, chosen=chosen, panel=panel, html=html)
+    def _described(self) -> tuple[str, dict[str, list[str]]]:
+        """The first line of the repr, in the form of AnnData's, and the names in obs, var, obsm and layers.
+
+        It makes no request, so numbers that are not in memory are shown as `?`. Columns of a joined var are left out,
+        because they are not known before var is read.
+        """
+        stores, joined, of = self.stores, not self.matrices.rule.as_stored, ""
+        try:
+            n_vars = self.matrices.of_all_genes.n_genes("X") if joined else stores[0].known_length("var")
+            lengths = [store.known_length("obs") for store in stores]
+            n_rows, n_genes = ("?" if None in found else sum(filter(None, found)) for found in (lengths, [n_vars]))
+            if self.whole is not self:
+                panel = (self.matrices.panel or {}).get("var")
+                of = f"the {n_rows} rows of " if panel is None else f"the {n_rows} x {n_genes} of "
+                n_rows, n_genes = self.n_obs, n_genes if panel is None else len(panel)
+            groups = {"obs": stores[0].known_columns("obs"), "var": [] if joined else stores[0].known_columns("var")}
+            for group in ("obs", "obsm", "mod", "layers"):
+                in_all = set.intersection(*(store.known_members(group) for store in stores))
+                groups[group] = [name for name in groups.get(group, sorted(in_all)) if name in in_all]
+        except Exception:  # noqa: BLE001 - a repr must not raise, whatever the metadata hold
+            return f"{type(self).__name__} of {self.url}", {}
+        head = f"{type(self).__name__} with n_obs x n_vars = {n_rows} x {n_genes} of {of}{self.url}"
+        return head, {group: names for group, names in groups.items() if names}
 
     def __len__(self) -> int:
         return self.n_obs
@@ -246,11 +270,10 @@ class Dataset(Table):
         if len(chosen) != 2:
             raise OptionError(f"{self.url} has rows and genes: write dataset[rows, genes], not {chosen!r:.100} in []")
         rows, genes = chosen
-        view = self if _is_all(rows) else self._of_rows(rows)
-        return View(self.whole, view._chosen, self.matrices if _is_all(genes) else self._panel(genes))
-
-    def _panel(self, genes: GeneChoice) -> Matrices:
-        return self.matrices.with_genes([genes] if isinstance(genes, int | np.integer | str) else genes)
+        view, matrices = self if _is_all(rows) else self._of_rows(rows), self.matrices
+        if not _is_all(genes):
+            matrices = matrices.with_genes([genes] if isinstance(genes, int | np.integer | str) else genes)
+        return View(self.whole, view._chosen, matrices)
 
     def _of_rows(self, rows: RowChoice) -> View:
         if isinstance(rows, int | np.integer | str):

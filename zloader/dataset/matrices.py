@@ -109,11 +109,6 @@ class Matrices:
         return self._panels.get(frame)
 
     @property
-    def n_panel(self) -> int | None:
-        """The number of genes of var that the panel has; None for all."""
-        return len(self.panel["var"]) if self.panel is not None and "var" in self.panel else None
-
-    @property
     def names(self) -> list[str]:
         """The values that `x` may take: X, raw/X and the layers that every store has."""
         first, *others = (store.matrix_names for store in self._stores)

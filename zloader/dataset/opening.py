@@ -93,13 +93,6 @@ class OpenedStores:
         return [store.location.url for store in self.stores]
 
     @property
-    def only_store(self) -> OpenedStore:
-        """The store, if there is exactly one. Raises OptionError if there are several."""
-        if len(self.stores) > 1:
-            raise OptionError(f"{self.url}: this works on a single store. Open one of them, such as {self.urls[0]}")
-        return self.stores[0]
-
-    @property
     def fingerprint(self) -> str:
         """One fingerprint for all stores; it changes when an object of any store changes."""
         return joint_fingerprint([store.fingerprint for store in self.stores])

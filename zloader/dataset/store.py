@@ -176,11 +176,6 @@ class OpenedStore(StoredElements):
             raise self.damaged(name, f"its metadata give {shape!r:.100} as its shape, not rows x genes")
         return found
 
-    def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
-        """The whole indptr of a CSR matrix (rows + 1, int64), cached in the mirror; None for a dense matrix."""
-        offsets = self.offsets(matrix)
-        return offsets.whole() if isinstance(offsets, PagedOffsets) else offsets
-
     def offsets(self, matrix: MatrixLayout) -> NDArray[np.integer] | PagedOffsets | None:
         """The indptr of a CSR matrix: a whole array, or read page by page if it is large; None for a dense matrix."""
         if matrix.genes is None:
@@ -225,8 +220,8 @@ class OpenedStore(StoredElements):
             form = RowForm.of(matrix, None if genes is None else genes.column_of)
         name = matrix.path if form is None else form.name
         if name not in self._mirrors:
-            opened = open_mirror(directory, matrix.arrays) if form is None else None
-            self._mirrors[name] = opened if form is None else open_rows(directory, matrix, form)
+            opened = open_mirror(directory, matrix.arrays) if form is None else open_rows(directory, matrix, form)
+            self._mirrors[name] = opened
         return self._mirrors[name]
 
     def original_dtype(self, matrix: MatrixLayout) -> str:

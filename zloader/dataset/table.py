@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import zarr
 from numpy.typing import NDArray
 
 from zloader.common.checks import names_of, require_one_of, require_whole
@@ -18,11 +19,10 @@ from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
-from zloader.common.messages import listed
+from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, Rows, X
-from zloader.dataset.gene_statistics import Batches, StatisticsPass, VariableGenes, batches_of
-from zloader.dataset.graphs import graph_windows
+from zloader.dataset.gene_statistics import Batches, StatisticsPass, batches_of
 from zloader.dataset.in_memory import as_anndata, used_categories
 from zloader.dataset.matrices import Matrices
 from zloader.dataset.modalities import modality_of
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import anndata as ad
 
 _DEFAULTS = FetchOptions()
+_WINDOW = 1 << 21  # entries of a graph, 24 MB with indices of 8 bytes
 
 
 class Table:
@@ -67,7 +68,11 @@ class Table:
     @property
     def store(self) -> OpenedStore:
         """The store, with its location, listing and arrays. Raises OptionError for a dataset of several stores."""
-        return self._opened.only_store
+        if len(self.stores) > 1:
+            raise OptionError(
+                f"{self.url}: this works on a single store. Open one of them, such as {self.stores[0].location.url}"
+            )
+        return self.stores[0]
 
     @property
     def url(self) -> str:
@@ -181,8 +186,15 @@ class Table:
         return self._rows.taken(self.matrices.present([modality])[modality])
 
     def graph(self, name: str) -> Iterator[GraphWindow]:
-        """The graph `obsp/NAME` of the whole dataset, in windows of rows; see zl.Neighbors."""
-        return graph_windows(self.stores, name)
+        """The graph `obsp/NAME` of the whole dataset, in windows of rows; see zl.Neighbors.
+
+        Raises OptionError if a store lacks it or has no CSR matrix there, and FormatError if it is damaged.
+        """
+        begin = 0
+        for store in self.stores:
+            for window in _graph_windows(store, f"obsp/{name.removeprefix('obsp/')}"):
+                yield window._replace(first=window.first + begin, others=window.others + begin)
+            begin += store.n_obs
 
     def cache_statistics(self, x: str = "X") -> CacheStatistics:
         """How much of a matrix is in the cache now. Raises OptionError without a usable cache."""
@@ -315,7 +327,7 @@ class Table:
         errors of a Loader with the same arguments.
         """
         chosen = self.matrices.chosen(x)
-        found = self._pass(x, None, options, progress).statistics(x, transforms)
+        found = self._pass(x, transforms, None, options, progress).statistics()
         return found if chosen is None else found.at(chosen.positions)
 
     def highly_variable_genes(  # noqa: PLR0913 - all but one are keyword-only, and those of scanpy
@@ -373,11 +385,17 @@ class Table:
             max_disp=max_disp,
         )
         chosen = self.matrices.chosen(x)
-        rows = self._pass(x, batch_key, options, progress)
-        found = VariableGenes(rows=rows, x=x, transforms=transforms, genes=chosen, stores=self.stores)
-        return found.table(choosing)
+        rows = self._pass(x, transforms, batch_key, options, progress)
+        return rows.variable_genes(choosing, chosen, self.stores)
 
-    def _pass(self, x: str, batch_key: str | None, options: FetchOptions | None, progress: bool) -> StatisticsPass:
+    def _pass(
+        self,
+        x: str,
+        transforms: Sequence[Transform],
+        batch_key: str | None,
+        options: FetchOptions | None,
+        progress: bool,
+    ) -> StatisticsPass:
         """A pass over all rows, by the values of an obs column if one is named."""
         modality = modality_of(x)
         if modality in self.modalities and not (has := self.present(modality)).all():
@@ -391,6 +409,8 @@ class Table:
             batches = batches_of(batch_key, self.obs_column(batch_key), find_column)
         return StatisticsPass(
             matrices=self.matrices.of_all_genes,
+            x=x,
+            transforms=transforms,
             fingerprint=self.fingerprint,
             dataset_rows=self.observations.n_rows,
             sampling=self._rows.sampled(Streaming()),
@@ -399,3 +419,35 @@ class Table:
             options=options or _DEFAULTS,
             progress=progress,
         )
+
+
+def _graph_windows(store: OpenedStore, path: str) -> Iterator[GraphWindow]:
+    where, known = f"{path} of {store.location.url}", store.keys("obsp")
+    if path.removeprefix("obsp/") not in known:
+        raise OptionError(
+            f"there is no {where}; in obsp there are: {', '.join(map(repr, known)) or 'none'}"
+            f"{suggestion(path.removeprefix('obsp/'), known)}"
+        )
+    node = store.node(path)
+    encoding = "dense" if isinstance(node, zarr.Array) else node.attrs.get("encoding-type")
+    if encoding != "csr_matrix":
+        raise OptionError(f"{where} is {encoding}, but a graph has to be a csr_matrix: write it again with .tocsr()")
+    n_rows = store.n_obs
+    if store.shape(path) != (n_rows, n_rows):
+        raise store.damaged(path, f"it has the shape {store.shape(path)}, and the store has {n_rows} rows")
+    indptr = np.asarray(store.window(f"{path}/indptr", 0, n_rows + 1)).astype(np.int64)
+    n_entries = min(store.node(f"{path}/{part}").shape[0] for part in ("indices", "data"))
+    if len(indptr) != n_rows + 1 or indptr[0] or indptr[-1] > n_entries or (np.diff(indptr) < 0).any():
+        raise store.damaged(f"{path}/indptr", "it does not fit the entries of the graph")
+    first = 0
+    while first < n_rows:
+        stop = max(first + 1, int(np.searchsorted(indptr, indptr[first] + _WINDOW, side="right")) - 1)
+        begin, end = int(indptr[first]), int(indptr[stop])
+        others = store.window(f"{path}/indices", begin, end).astype(np.int64)
+        wrong = np.flatnonzero((others < 0) | (others >= n_rows))
+        if len(wrong):
+            row = first + int(np.searchsorted(indptr[first:] - begin, wrong[0], side="right")) - 1
+            raise store.damaged(path, f"row {row} has the neighbour {others[wrong[0]]} of {n_rows} rows")
+        weights = store.window(f"{path}/data", begin, end)
+        yield GraphWindow(first, indptr[first : stop + 1] - begin, others, weights, where)
+        first = stop

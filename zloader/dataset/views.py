@@ -25,7 +25,7 @@ from zloader.dataset.store import OpenedStore
 from zloader.order.sampling import Sampling, WrappedSampling
 from zloader.order.shuffling import as_array, checked_once
 from zloader.selecting.columns import Column, ObsColumn
-from zloader.selecting.expressions import Mask, matching, row_test
+from zloader.selecting.expressions import Mask, row_test
 
 Given = TypeVar("Given")
 Condition: TypeAlias = "str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series"
@@ -253,24 +253,18 @@ class Within(WrappedSampling):
 
 
 def rows_matching(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> RowSet:
-    """The rows that `mask_of` finds. For an expression, no mask over all rows is made."""
-    if isinstance(condition, str):
-        return RowSet.of_windows(n_rows, row_test(condition, column, names))
-    return RowSet.of(mask_of(condition, column, n_rows, names))
+    """Those of `n_rows` rows that an expression, a mask, or row numbers in any order and without repeats choose.
 
-
-def mask_of(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:
-    """A mask over `n_rows` rows for an expression, a mask, or row numbers in any order and without repeats.
-
-    Raises OptionError; and MissingColumnError for an expression with an unknown obs column.
+    For an expression, no mask over all rows is made. Raises OptionError; and MissingColumnError for an expression with
+    an unknown obs column.
     """
     if isinstance(condition, str):
-        return matching(condition, column, n_rows, names)
+        return RowSet.of_windows(n_rows, row_test(condition, column, names))
     chosen = as_array(condition)
     if chosen.dtype == bool:
         if chosen.shape != (n_rows,):
             raise OptionError(f"give a mask over all {n_rows} rows, not one of shape {chosen.shape}")
-        return chosen
+        return RowSet.of(chosen)
     mask = np.zeros(n_rows, bool)
     if chosen.shape != (0,):
         rows = checked_once(chosen)
@@ -279,7 +273,7 @@ def mask_of(condition: Condition, column: Column, n_rows: int, names: Sequence[s
             bad = rows[0] if rows[0] < 0 else rows[-1]
             raise OptionError(f"row {bad} does not exist: the rows are 0 to {n_rows - 1}")
         mask[rows] = True
-    return mask
+    return RowSet.of(mask)
 
 
 def moved(mask: Mask, stores: Sequence[OpenedStore], to: Sequence[OpenedStore]) -> Mask:

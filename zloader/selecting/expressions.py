@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
-from zloader.common.records import windows_of
 from zloader.selecting.columns import Column, ObsColumn, as_time, is_time
 
 Mask = NDArray[np.bool_]
@@ -67,14 +66,6 @@ _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-
-
-def matching(expression: str, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:
-    """A mask of the `n_rows` rows that satisfy the expression: `row_test` for all rows."""
-    test, mask = row_test(expression, column, names), np.empty(n_rows, bool)
-    for window in windows_of(n_rows):
-        mask[window] = test(window)
-    return mask
 
 
 def row_test(expression: str, column: Column, names: Sequence[str] = ()) -> Test:

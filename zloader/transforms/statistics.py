@@ -144,10 +144,6 @@ class Moments:
             variance = self.squares / (self.n_obs - 1) if self.n_obs > 1 else np.full(n_genes, np.nan)
         return np.stack([self.mean, variance, nonzero])
 
-    def statistics(self, genes: pd.Index) -> GeneStatistics:
-        """The statistics, with the zeros. Nothing may be merged afterwards."""
-        return statistics_of(self.numbers(), genes, self.n_obs)
-
 
 def statistics_of(numbers: Numbers, genes: pd.Index, n_obs: int) -> GeneStatistics:
     """The statistics that have the numbers of `Moments.numbers`."""
