@@ -238,7 +238,7 @@ class FetchScheduler:
         tokens = self._recipe.tokens
         if tokens is None:
             return None
-        of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.x]
+        of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.options.x]
         x = of_matrix.x(taken, of_matrix.planned.exact)
         assert isinstance(x, CsrArrays)
         return tokens.rows(x, rows, None if self._totals is None else self._totals[rows])

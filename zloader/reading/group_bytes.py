@@ -27,7 +27,7 @@ class GroupBytes:
                 transforming = recipe.transforms.get(name)
                 form = recipe.form if transforming is None else transforming.gathering
                 self._gathered.append((indptr_of(rows.row_bytes(form)[fetch.order]), transforming))
-            if recipe.tokens is not None and recipe.tokens.x == name:
+            if recipe.tokens is not None and recipe.tokens.options.x == name:
                 self._gathered.append((indptr_of(rows.row_bytes(rows.exact)[fetch.order]), None))
                 self._lengths = rows.lengths[fetch.order]
 

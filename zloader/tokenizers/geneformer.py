@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from zloader.tokenizers.vocabulary import (
     GeneTokens,
     Given,
     dictionary,
-    gene_tokens,
     median,
     name_of,
     token_id,
@@ -76,6 +75,7 @@ class Geneformer(TokenOptions):
     cls: str | int | None = field(default=_OF_VERSION, kw_only=True)
     eos: str | int | None = field(default=_OF_VERSION, kw_only=True)
 
+    pad_value: ClassVar[float] = 0
     _dictionary, _shown = "token_dictionary", ("version", "max_length")
 
     def __post_init__(self) -> None:
@@ -91,14 +91,7 @@ class Geneformer(TokenOptions):
         for name in ("cls", "eos"):
             if getattr(self, name) == _OF_VERSION:
                 self._put(**{name: f"<{name}>" if self.version == "v2" else None})
-        special = [self._special(name) for name in ("cls", "eos")]
-        if self._special("pad") is None:
-            raise OptionError("pad must be the name or the id of a token, not None")
-        self._check(self._longest, sum(token is not None for token in special))
-
-    @property
-    def _longest(self) -> int:
-        return cast("int", self.max_length)
+        self._check(cast("int", self.max_length))
 
     def _spelled(self, name: str) -> str:
         """The name in the token dictionary of a gene name. The reference looks up names in capitals."""
@@ -109,15 +102,8 @@ class Geneformer(TokenOptions):
 
     def bind(self, genes: GeneNames) -> BoundTokenizer:
         """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them, or lacks a median."""
-        special = {name: self._special(name) for name in ("pad", "cls", "eos")}
-        found = gene_tokens(genes, self._tokens, special, option="token_dictionary", spelled=self._spelled, summed=True)
-        return _Ranking(
-            **self._bound_parts(genes.where, max_length=self._longest, pad_value=0),
-            genes=self._with_medians(genes, found),
-            n_counts=self.n_counts,
-        )
-
-    def _with_medians(self, genes: GeneNames, found: GeneTokens) -> GeneTokens:
+        bound = self._bound(genes, spelled=self._spelled, summed=True)
+        found: GeneTokens = bound["genes"]
         medians = np.ones(len(genes.names))
         known, missing = cast("dict[str, float]", self.gene_medians), []
         for column in np.flatnonzero(found.slot_of >= 0).tolist():
@@ -131,34 +117,25 @@ class Geneformer(TokenOptions):
                 f"gene_medians lacks {len(missing)} of the {found.n_known} genes that {genes.where} and the token "
                 f"dictionary have: {listed(missing, 3)}. Take the medians that belong to the token dictionary"
             )
-        return replace(found, median_of=medians)
+        return _Ranking(**bound | {"genes": replace(found, median_of=medians)})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Ranking(BoundTokenizer):
     """Geneformer for the genes of a matrix."""
 
-    n_counts: str | None
-
-    def rows(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None) -> RaggedTokens:
-        if totals is not None:
-            self._require_totals(np.diff(x.indptr), index, totals)
-        return super().rows(x, index, totals)
-
-    def _require_totals(self, lengths: Rows, index: Rows, totals: NDArray[Any]) -> None:
-        bad = np.flatnonzero((lengths > 0) & ~((totals > 0) & np.isfinite(totals)))
+    def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
+        totals = np.empty(0) if totals is None else totals
+        bad = np.flatnonzero((np.diff(x.indptr)[: len(totals)] > 0) & ~((totals > 0) & np.isfinite(totals)))
         if len(bad):
             raise OptionError(
-                f"obs column {self.n_counts!r} holds {totals[bad[0]]} in row {index[bad[0]]} of the dataset, "
+                f"obs column {self.options.n_counts!r} holds {totals[bad[0]]} in row {index[bad[0]]} of the dataset, "
                 "which has counts: give another column of totals, or n_counts=None to add up the row"
             )
-
-    def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
-        totals = np.empty(0) if totals is None else totals.astype(np.float64)
         axis = (self.genes.slot_of, self.genes.token_of, self.genes.median_of)
-        special = (self.cls, self.eos, self.max_length)
+        special = (self.cls, self.eos, self.options.max_length)
         into = (out.ids, out.values, out.starts, out.lengths)
-        return int(_rank((x.indptr, x.indices, x.values), totals, axis, special, into))
+        return int(_rank((x.indptr, x.indices, x.values), totals.astype(np.float64), axis, special, into))
 
 
 @compiled

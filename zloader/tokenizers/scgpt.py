@@ -19,7 +19,7 @@ from zloader.common.records import CsrArrays, Rows
 from zloader.order.permutation import GOLDEN, key_of, mix_word
 from zloader.tokenizers.counts import known_genes, sort_down
 from zloader.tokenizers.tokenizer import BoundTokenizer, RaggedTokens, TokenOptions
-from zloader.tokenizers.vocabulary import GeneNames, Given, dictionary, gene_tokens, token_id
+from zloader.tokenizers.vocabulary import GeneNames, Given, dictionary, token_id
 
 _U64 = np.uint64
 _TABLE = 4096  # smaller whole numbers are counted; the table fits into the L1 cache
@@ -254,39 +254,23 @@ class ScGPT(TokenOptions):
                 raise OptionError(f"{name} must be a finite number, not {value!r:.100}")
         if self.normalize is not None and self.normalize <= 0:
             raise OptionError(f"normalize must be a number above 0 or None, not {self.normalize!r}")
-        if self._special("pad") is None:
-            raise OptionError("pad must be the name or the id of a token, not None")
-        self._check(self.max_length, sum(self._special(name) is not None for name in ("cls", "eos")))
+        self._check(self.max_length)
 
     def bind(self, genes: GeneNames) -> BoundTokenizer:
         """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them."""
-        special = {name: self._special(name) for name in ("pad", "cls", "eos")}
-        return _Binning(
-            **self._bound_parts(genes.where, max_length=self.max_length, pad_value=self.pad_value),
-            genes=gene_tokens(genes, self._tokens, special, option="vocabulary"),
-            options=self,
-            quantiles=np.empty(0) if self.n_bins is None else np.linspace(0, 1, self.n_bins - 1),
-        )
+        return _Binning(**self._bound(genes))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Binning(BoundTokenizer):
     """ScGPT for the genes of a matrix."""
 
-    options: ScGPT
-    quantiles: NDArray[np.float64]
-
     def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
-        options = self.options
+        options: ScGPT = self.options
         keys = np.array([key_of(self.seed, self.epoch, stream) for stream in (_CHOICE, _BINS)], np.uint64)
-        how = (
-            self.quantiles,
-            float(options.normalize or 0),
-            options.log1p,
-            options.sample,
-            options.side == "both",
-        )
+        quantiles = np.empty(0) if options.n_bins is None else np.linspace(0, 1, options.n_bins - 1)
+        how = (quantiles, float(options.normalize or 0), options.log1p, options.sample, options.side == "both")
         axis = (self.genes.slot_of, self.genes.token_of)
-        special = (self.cls, self.eos, self.max_length)
+        special = (self.cls, self.eos, options.max_length)
         into = (out.ids, out.values, out.starts, out.lengths)
         return int(bin_rows((x.indptr, x.indices, x.values), (index, keys), axis, how, special, into))

@@ -14,7 +14,7 @@ from zloader.common.checks import name_of_dtype, require_count
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows, TokenArrays
-from zloader.tokenizers.vocabulary import GeneTokens, special_id
+from zloader.tokenizers.vocabulary import GeneNames, GeneTokens, gene_tokens, special_id
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,25 +37,33 @@ class TokenOptions:
     def _tokens(self) -> dict[str, int]:
         return cast("dict[str, int]", getattr(self, self._dictionary))
 
-    def _special(self, name: str) -> int | None:
-        return special_id(name, getattr(self, name), self._tokens, self._dictionary)
+    @property
+    def _special(self) -> dict[str, int | None]:
+        """The ids of the padding, first and last token, or None."""
+        return {
+            name: special_id(name, getattr(self, name), self._tokens, self._dictionary)
+            for name in ("pad", "cls", "eos")
+        }
 
-    def _bound_parts(self, where: str, *, max_length: int, pad_value: float) -> dict[str, Any]:
-        """The fields of a BoundTokenizer that do not depend on the genes."""
-        pad, cls, eos = (self._special(name) for name in ("pad", "cls", "eos"))
-        padding = Padding(ids=self.dtype, pad_id=cast("int", pad), pad_value=pad_value, pad_to=self.pad_to)
-        ends = {"cls": -1 if cls is None else cls, "eos": -1 if eos is None else eos}
-        named = {"name": type(self).__name__, "x": self.x, "where": where}
-        return {**named, **ends, "padding": padding, "max_length": max_length}
+    def _bound(self, genes: GeneNames, *, spelled: Callable[[str], str] = str, summed: bool = False) -> dict[str, Any]:
+        """The fields of a BoundTokenizer, as `gene_tokens` finds them."""
+        special = self._special
+        found = gene_tokens(genes, self._tokens, special, option=self._dictionary, spelled=spelled, summed=summed)
+        ids = {name: -1 if token is None else token for name, token in special.items()}
+        return {"options": self, "where": genes.where, "genes": found, **ids}
 
     def _put(self, **values: Any) -> None:
         """Replaces fields, which only `__post_init__` may do."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _check(self, max_length: int, n_special: int) -> None:
-        """Raises OptionError for unusable options. Rows have at most `max_length` tokens, `n_special` at least."""
+    def _check(self, max_length: int) -> None:
+        """Raises OptionError for unusable options. Rows have at most `max_length` tokens."""
+        special = self._special
+        if special["pad"] is None:
+            raise OptionError("pad must be the name or the id of a token, not None")
         require_count(max_length=max_length)
+        n_special = sum(special[name] is not None for name in ("cls", "eos"))
         if max_length <= n_special:
             raise OptionError(f"max_length={max_length} leaves no room for a gene beside {n_special} special tokens")
         for name, value in (("x", self.x), ("genes_by", self.genes_by)):
@@ -83,21 +91,6 @@ def _copy_padded(flat: NDArray[Any], starts: Rows, lengths: Rows, out: NDArray[A
 
 
 @dataclass(frozen=True, kw_only=True)
-class Padding:
-    """The form of the arrays that minibatches get."""
-
-    ids: str
-    pad_id: int
-    pad_value: float
-    pad_to: int | None
-
-    @property
-    def place_bytes(self) -> int:
-        """Bytes of one token in all arrays."""
-        return np.dtype(self.ids).itemsize + np.dtype(np.float32).itemsize + 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class RaggedTokens:
     """The tokens of rows, unpadded: row i is `lengths[i]` elements of each flat array from `starts[i]` on."""
 
@@ -105,15 +98,7 @@ class RaggedTokens:
     values: NDArray[np.float32]
     starts: Rows
     lengths: Rows
-    padding: Padding
-
-    @classmethod
-    def empty(cls, most: Rows, padding: Padding) -> RaggedTokens:
-        """Arrays for rows of up to `most[i]` tokens, to be written."""
-        starts = np.zeros(len(most) + 1, np.int64)
-        np.cumsum(most, out=starts[1:])
-        ids, values = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.float32)
-        return cls(ids=ids, values=values, starts=starts[:-1], lengths=np.zeros(len(most), np.int64), padding=padding)
+    tokenizer: BoundTokenizer
 
     @property
     def nbytes(self) -> int:
@@ -122,8 +107,8 @@ class RaggedTokens:
 
     def cut(self, first: int, last: int) -> TokenArrays:
         """The rows `[first, last)`, padded to the longest of them or to `pad_to`."""
-        padding, lengths = self.padding, self.lengths[first:last]
-        width = int(lengths.max(initial=0)) if padding.pad_to is None else padding.pad_to
+        options, lengths = self.tokenizer.options, self.lengths[first:last]
+        width = int(lengths.max(initial=0)) if options.pad_to is None else options.pad_to
 
         def filled(flat: NDArray[Any], dtype: str, pad: float) -> NDArray[Any]:
             out = np.empty((len(lengths), width), dtype)
@@ -131,8 +116,8 @@ class RaggedTokens:
             return out
 
         return TokenArrays(
-            input_ids=filled(self.ids, padding.ids, padding.pad_id),
-            values=filled(self.values, "float32", padding.pad_value),
+            input_ids=filled(self.ids, options.dtype, self.tokenizer.pad),
+            values=filled(self.values, "float32", options.pad_value),
             attention_mask=np.arange(width) < lengths[:, None],
             lengths=lengths.copy(),
         )
@@ -142,17 +127,15 @@ class RaggedTokens:
 class BoundTokenizer(ABC):
     """A tokenizer for the genes of one matrix, and for one epoch. Any thread may call it.
 
-    `genes` has the tokens of the columns of the matrix `x`. Messages name the class `name`, and the matrix as `where`.
-    `cls` and `eos` are the first and last token, or -1. `totals` returns the counts of each row of the dataset, if they
-    come from an obs column.
+    `genes` has the tokens of the columns of the matrix, which messages call `where`. `pad`, `cls` and `eos` are the
+    padding, first and last token; -1 for no first or last token. `totals` returns the counts of each row of the
+    dataset, if they come from an obs column.
     """
 
-    name: str
-    x: str
+    options: Any  # Geneformer or ScGPT
     where: str
     genes: GeneTokens
-    padding: Padding
-    max_length: int
+    pad: int
     cls: int
     eos: int
     seed: int = 0
@@ -166,23 +149,32 @@ class BoundTokenizer(ABC):
     def n_bytes(self, lengths: Rows) -> int:
         """An upper bound for the bytes of the tokens of rows with so many values, before and after padding."""
         most = self._most(lengths)
-        width = self.padding.pad_to or int(most.max(initial=0))
-        return len(lengths) * (width * self.padding.place_bytes + 8) + int(most.sum()) * 8
+        width = self.options.pad_to or int(most.max(initial=0))
+        place_bytes = np.dtype(self.options.dtype).itemsize + 5  # with a float32 and a bool
+        return int(len(lengths) * (width * place_bytes + 8) + most.sum() * 8)
 
     def _most(self, lengths: Rows) -> Rows:
-        return np.minimum(lengths + (self.cls >= 0) + (self.eos >= 0), self.max_length)
+        most: int = self.options.max_length
+        return np.minimum(lengths + (self.cls >= 0) + (self.eos >= 0), most)
 
     def rows(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None) -> RaggedTokens:
         """The tokens of some rows of the dataset. `totals` has the counts of these rows. Raises OptionError."""
-        lengths = np.diff(x.indptr).astype(np.int64)
-        out = RaggedTokens.empty(self._most(lengths), self.padding)
+        starts = np.append(0, np.cumsum(self._most(np.diff(x.indptr).astype(np.int64))))
+        out = RaggedTokens(
+            ids=np.empty(starts[-1], np.int32),
+            values=np.empty(starts[-1], np.float32),
+            starts=starts[:-1],
+            lengths=np.zeros(len(starts) - 1, np.int64),
+            tokenizer=self,
+        )
         bad = self._write(x, index, totals, out)
         if bad >= 0:
             values = x.values[x.indptr[bad] : x.indptr[bad + 1]].astype(np.float64)
             wrong = values[~((values >= 0) & np.isfinite(values))][0]
             raise OptionError(
                 f"{self.where} holds {wrong} in row {index[bad]} of the dataset, but tokens are made of counts, which "
-                f"are finite and never negative: name the matrix of counts, as in {self.name}(..., x='raw/X')"
+                "are finite and never negative: name the matrix of counts, as in "
+                f"{type(self.options).__name__}(..., x='raw/X')"
             )
         return out
 
