@@ -6,7 +6,6 @@ Every stored byte is read once, in a few threads. Problems are collected instead
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,7 @@ from zloader.common.keywords import answers
 from zloader.common.options import MiB
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.checking.compare import Comparison
-from zloader.conversion.checking.files import FileHierarchy
-from zloader.conversion.checking.hierarchy import Findings, Hierarchy, Problem
+from zloader.conversion.checking.hierarchy import FileHierarchy, Findings, Hierarchy, Problem
 from zloader.conversion.checking.scan import ChunkScan
 from zloader.conversion.sources.inputs import Input, Sources, open_inputs
 from zloader.conversion.writing.destination import MARKER
@@ -111,38 +109,26 @@ def verify(
         if against is not None:
             options = storage_options if source_options is None else source_options
             inputs = [opened.enter_context(source) for source in open_inputs(against, storage_options=options)]
-        seen = _Seen(objects=len(location.listing()))
+        seen: dict[str, Any] = dict.fromkeys(("rows", "genes", "arrays", "chunks", "values", "bytes_read"), 0)
+        seen["objects"] = len(location.listing())
         dataset = _opened(location, findings)
         of_file = dataset is not None and isinstance(dataset.store, OpenedFile)
         if dataset is not None and not of_file and dataset.store.root.metadata.zarr_format != 3:
             findings.add(".zgroup", "is Zarr v2, which has no checksums to verify: run 'zloader convert' on it")
-            seen = dataclasses.replace(seen, rows=dataset.n_obs, genes=dataset.n_vars)
+            seen |= {"rows": dataset.n_obs, "genes": dataset.n_vars}
         elif dataset is not None:
             with _threads(memory) as pool:
                 hierarchy = (FileHierarchy if of_file else Hierarchy)(dataset, pool, findings)
-                seen = _check(hierarchy, findings, pool, bars)
+                seen |= _check(hierarchy, findings, pool, bars)
             if inputs:
                 Comparison(dataset, hierarchy, findings, bars).run(inputs, memory, genes_by)
     return Verification(
         url=location.url,
-        **dataclasses.asdict(seen),
+        **seen,
         problems=findings.problems(),
         against=tuple(source.name for source in inputs),
         seconds=time.perf_counter() - started,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """How much was checked."""
-
-    objects: int
-    rows: int = 0
-    genes: int = 0
-    arrays: int = 0
-    chunks: int = 0
-    values: int = 0
-    bytes_read: int = 0
 
 
 def _opened(location: Location, findings: Findings) -> Dataset | None:
@@ -169,19 +155,19 @@ def _threads(memory: int | str) -> Iterator[Executor]:
             pool.shutdown(cancel_futures=True)
 
 
-def _check(hierarchy: Hierarchy, findings: Findings, pool: Executor, bars: Bars) -> _Seen:
-    """Checks the objects, shapes and chunks of a store, without its sources."""
+def _check(hierarchy: Hierarchy, findings: Findings, pool: Executor, bars: Bars) -> dict[str, int]:
+    """Checks the objects, shapes and chunks of a store, without its sources. Returns how much was checked."""
     hierarchy.check_objects()
     hierarchy.check_shapes()
     advance = bars.add("verifying", sum(array.size for array in hierarchy.arrays.values()))
     scan = ChunkScan(hierarchy, findings, pool, advance)
     scan.run()
-    return _Seen(
-        objects=len(hierarchy.sizes),
-        rows=hierarchy.length("obs"),
-        genes=hierarchy.length("var"),
-        arrays=len(hierarchy.arrays),
-        chunks=scan.n_chunks,
-        values=scan.n_values,
-        bytes_read=hierarchy.metadata_bytes + scan.n_bytes,
-    )
+    return {
+        "objects": len(hierarchy.sizes),
+        "rows": hierarchy.length("obs"),
+        "genes": hierarchy.length("var"),
+        "arrays": len(hierarchy.arrays),
+        "chunks": scan.n_chunks,
+        "values": scan.n_values,
+        "bytes_read": hierarchy.metadata_bytes + scan.n_bytes,
+    }

@@ -338,22 +338,13 @@ def _compare_sparse(matrix: SourceMatrix, streams: Sequence[Stream], advance: Ad
         found = data.take(n).astype(common, copy=False)
         same = np.array_equal(lengths, window.lengths) and np.array_equal(genes, window.genes)
         if not same or bits_differ(wanted, found).any():
-            _add_sparse(
-                difference,
-                row,
-                matrix.n_genes,
-                wanted=Sparse.of(window.lengths, window.genes, wanted, matrix.n_genes),
-                found=Sparse.of(lengths, genes, found, matrix.n_genes),
-            )
+            in_sources = Sparse.of(window.lengths, window.genes, wanted, matrix.n_genes)
+            in_store = Sparse.of(lengths, genes, found, matrix.n_genes)
+            keys = in_sources.differing(in_store)
+            if len(keys):  # otherwise the store has the same values in another order
+                first, column = divmod(int(keys[0]), matrix.n_genes)
+                n_rows = len(np.unique(keys // matrix.n_genes))
+                difference.add(row + first, column, in_sources.at(keys[0]), in_store.at(keys[0]), n_rows)
         row, end = row + len(ends), end + n
         advance(len(wanted))
     return difference
-
-
-def _add_sparse(difference: _Difference, row: int, n_genes: int, *, wanted: Sparse, found: Sparse) -> None:
-    keys = wanted.differing(found)
-    if not len(keys):
-        return  # the store has the same values in another order
-    first, column = divmod(int(keys[0]), n_genes)
-    n_rows = len(np.unique(keys // n_genes))
-    difference.add(row + first, column, wanted.at(keys[0]), found.at(keys[0]), n_rows)

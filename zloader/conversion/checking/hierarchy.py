@@ -7,27 +7,33 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import zarr
 from zarr.storage import StorePath
 
 from zloader.access.listed_store import ListedStore
 from zloader.access.zarr_groups import UNDECODABLE, stored_keys
-from zloader.common.errors import FormatError
-from zloader.common.locks import cached_property
+from zloader.common.errors import CorruptChunkError, FormatError, ZloaderError
 from zloader.conversion.writing.destination import MARKER
 from zloader.conversion.writing.object_writer import translated
-from zloader.conversion.writing.stored import StoredArray
+from zloader.conversion.writing.stored import Chunk, StoredArray
 from zloader.dataset.dataset import Dataset
+from zloader.dataset.h5ad import OpenedFile
+from zloader.storage.decode import Decoder
 from zloader.storage.metadata import matrix_shape
+from zloader.storage.placement import ABSENT
 
 _METADATA = "zarr.json"
 _MAX_NAMED = 100  # problems
+_PIECE_BYTES = 4 << 20  # of an .h5ad file, decoded
 _COMPRESSED = ("csr_matrix", "csc_matrix")
 # The parts of group elements that must have equal lengths. The first part gives the length of the element.
 _PARTS = {
@@ -51,51 +57,37 @@ class Findings:
     """The problems that several threads have found so far. Keeps the first 100, and the paths of the others."""
 
     def __init__(self, url: str) -> None:
-        self._prefix = f"{url}: "
+        self._url, self._above = url, ""
         self._lock = threading.Lock()
         self._named: list[Problem] = []
-        self._n = 0
-        self._paths: set[str] = set()
+        self._paths: Counter[str] = Counter()
 
     def add(self, where: str, what: object) -> None:
         """Adds a problem, given as text or as an error."""
-        problem = Problem(where=where, what=str(what).removeprefix(self._prefix))
+        problem = Problem(where=self._above + where, what=str(what).removeprefix(f"{self._url}: "))
         with self._lock:
-            self._n += 1
-            self._paths.add(where)
+            self._paths[problem.where] += 1
             if len(self._named) < _MAX_NAMED:
                 self._named.append(problem)
 
     def below(self, group: str) -> Findings:
-        """The same findings, for paths below a group."""
-        return FindingsBelow(self, group) if group else self
+        """The same findings, whose paths are given from a group on."""
+        below = copy.copy(self)
+        below._above = f"{group}/" if group else ""
+        return below
 
     def any_in(self, path: str) -> bool:
         """Whether there is a problem at a path or below it."""
+        path = self._above + path
         with self._lock:
             return any(known == path or known.startswith(f"{path}/") for known in self._paths)
 
     def problems(self) -> tuple[Problem, ...]:
         """The first 100 problems. If there are more, a last entry gives their number."""
         with self._lock:
-            more = self._n - len(self._named)
-            rest = [Problem(where=self._prefix[:-2], what=f"{more} more problems")] if more else []
+            more = self._paths.total() - len(self._named)
+            rest = [Problem(where=self._url, what=f"{more} more problems")] if more else []
             return (*self._named, *rest)
-
-
-class FindingsBelow(Findings):
-    """The findings of a store, whose paths are given from a group on."""
-
-    def __init__(self, whole: Findings, group: str) -> None:
-        self._whole, self._group = whole, group
-
-    def add(self, where: str, what: object) -> None:
-        """Adds a problem."""
-        self._whole.add(f"{self._group}/{where}", what)
-
-    def any_in(self, path: str) -> bool:
-        """Whether there is a problem at a path or below it."""
-        return self._whole.any_in(f"{self._group}/{path}")
 
 
 class Hierarchy:
@@ -172,8 +164,6 @@ class Hierarchy:
         made._group, made._findings = group, self._findings.below(group)
         made._nodes = {path.removeprefix(above): node for path, node in self._nodes.items() if path.startswith(above)}
         made.arrays = {path.removeprefix(above): array for path, array in self.arrays.items() if path.startswith(above)}
-        vars(made).pop("matrices", None)
-        vars(made).pop("compressed", None)
         return made
 
     def children(self, path: str) -> list[str]:
@@ -191,12 +181,12 @@ class Hierarchy:
         """The encoding-type of a node, empty if there is no such node."""
         return str(self.attributes(path).get("encoding-type", "array" if path in self.arrays else ""))
 
-    @cached_property
+    @property
     def compressed(self) -> list[str]:
         """The paths of CSR and CSC matrices."""
         return sorted(path for path in self._nodes if self.encoding(path) in _COMPRESSED)
 
-    @cached_property
+    @property
     def matrices(self) -> list[str]:
         """The paths of X, raw/X and all layers that exist."""
         x = [path for path in ("X", "raw/X") if self.encoding(path) not in ("", "null")]
@@ -249,18 +239,19 @@ class Hierarchy:
     def check_shapes(self) -> None:
         """Checks that elements by row have n_obs rows, elements by gene n_vars genes, and that lengths agree."""
         rows, genes, raw_genes = (self.length(frame) for frame in ("obs", "var", "raw/var"))
-        self._check_elements(
-            {
-                "layers": (rows, genes),
-                "obsm": (rows,),
-                "obsp": (rows, rows),
-                "varm": (genes,),
-                "varp": (genes, genes),
-                "raw/varm": (raw_genes,),
-                "obsmap": (rows,),
-                "varmap": (genes,),
-            }
-        )
+        elements = {
+            "layers": (rows, genes),
+            "obsm": (rows,),
+            "obsp": (rows, rows),
+            "varm": (genes,),
+            "varp": (genes, genes),
+            "raw/varm": (raw_genes,),
+            "obsmap": (rows,),
+            "varmap": (genes,),
+        }
+        for part, shape in elements.items():
+            for path in self.children(part):
+                self._check_shape(path, shape)
         for path, wanted in {"X": (rows, genes), "raw/X": (rows, raw_genes)}.items():
             if path in self.matrices:
                 self._check_shape(path, wanted)
@@ -276,18 +267,11 @@ class Hierarchy:
                 self._check_parts(path)
         for modality in self.children("mod"):
             self.below(modality).check_shapes()
-            self._check_rows_of(modality.removeprefix("mod/"))
-
-    def _check_rows_of(self, modality: str) -> None:
-        try:
-            self._dataset.store.rows_of(modality)
-        except (FormatError, *_UNREADABLE) as error:
-            self._findings.add(f"obsmap/{modality}", error)
-
-    def _check_elements(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        for part, shape in wanted.items():
-            for path in self.children(part):
-                self._check_shape(path, shape)
+            name = modality.removeprefix("mod/")
+            try:
+                self._dataset.store.rows_of(name)
+            except (FormatError, *_UNREADABLE) as error:
+                self._findings.add(f"obsmap/{name}", error)
 
     def _check_shape(self, path: str, wanted: tuple[int, ...]) -> None:
         shape = self.shape(path)
@@ -304,8 +288,9 @@ class Hierarchy:
             self._check_equal(path, [f"{path}/{part}" for part in _PARTS[encoding]])
             if encoding == "categorical" and not self.shape(f"{path}/categories"):
                 self._findings.add(path, "has no categories")
-        elif encoding in _COMPRESSED:
-            self._check_compressed(path)
+        elif encoding in _COMPRESSED and not self.fits(path):
+            lengths = [f"{part} {self.shape(f'{path}/{part}')}" for part in ("indptr", "indices", "data")]
+            self._findings.add(path, f"has shape {self.shape(path)}, but {', '.join(lengths)}: these do not match")
 
     def _check_equal(self, path: str, parts: list[str]) -> None:
         for part in parts:
@@ -324,12 +309,103 @@ class Hierarchy:
         whole_numbers = indptr.dtype.kind in "iu" and indices.dtype.kind in "iu"
         return whole_numbers and indptr.shape == (n_major + 1,) and indices.shape == values.shape == (values.size,)
 
-    def _check_compressed(self, path: str) -> None:
-        if not self.fits(path):
-            parts = [f"{part} {self.shape(f'{path}/{part}')}" for part in ("indptr", "indices", "data")]
-            self._findings.add(path, f"has shape {self.shape(path)}, but {', '.join(parts)}: these do not match")
-
 
 def _own(node: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a node without the consolidated metadata."""
     return {name: value for name, value in node.items() if name != "consolidated_metadata"}
+
+
+# ---- an .h5ad file, checked where it lies
+#
+# HDF5 keeps no checksums unless an array was written with fletcher32. Of other arrays, chunks that do not decode, gene
+# indices and codes out of range, and shapes that disagree are found. A flipped bit in a value is not.
+
+
+class FileHierarchy(Hierarchy):
+    """The groups and arrays of an .h5ad file."""
+
+    @property
+    def _file(self) -> OpenedFile:
+        store = self._dataset.store
+        assert isinstance(store, OpenedFile)
+        return store
+
+    def _read_nodes(self, pool: Executor) -> dict[str, Mapping[str, Any]]:
+        nodes: dict[str, Mapping[str, Any]] = {}
+        for path, node in self._file.index.nodes.items():
+            if "refused" in node:
+                self._findings.add(path, f"cannot be read in place: {node['refused']}")
+            else:
+                nodes[path] = {"node_type": "array" if "shape" in node else "group", "attributes": node["attrs"]}
+        return nodes
+
+    def _open_arrays(self) -> Iterator[tuple[str, zarr.Array[Any]]]:
+        for path, node in sorted(self._nodes.items()):
+            if node["node_type"] == "array":
+                yield path, self._file.node(path)
+
+    def stored(self, path: str) -> StoredArray:
+        """An array, to read it."""
+        return _FileArray(self._file, f"{self._group}/{path}".lstrip("/"))
+
+    def check_objects(self) -> None:
+        """Nothing: all arrays are in the one object."""
+
+
+class _FileArray(StoredArray):
+    """An array of a file, in pieces of about 4 MiB: chunks if they hold whole rows of numbers, else windows of rows."""
+
+    def __init__(self, file: OpenedFile, path: str) -> None:
+        array = file.node(path)
+        super().__init__(file.read_from, array, file.object_sizes(), absent_is_fill=True)
+        self._layout = None
+        try:
+            layout = file.array_layout(path)
+            if not array.size:
+                raise FormatError(f"{path} is empty")
+            Decoder(layout)
+        except FormatError:  # such as strings
+            row_bytes = max(1, array.dtype.itemsize * math.prod(array.shape[1:]))
+            rows = array.chunks[:1] and max(1, _PIECE_BYTES // row_bytes // array.chunks[0]) * array.chunks[0]
+            self._shard = (int(rows), *array.shape[1:]) if array.ndim else ()
+        else:
+            at_once = max(1, _PIECE_BYTES // (layout.chunk_elements * layout.dtype.itemsize))
+            self._layout = replace(layout, placement=replace(layout.placement, chunks_per_object=at_once))
+            self._shard = (layout.chunk_elements * at_once,)
+
+    @property
+    def n_pieces(self) -> int:
+        """Groups of chunks, or windows of rows."""
+        if self._layout is not None:
+            return self._layout.n_shards
+        return -(-self._array.shape[0] // self._shard[0]) if self._shard else 1
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of a chunk, or of a window."""
+        return math.prod(self._shard) if self._layout is None else self._layout.chunk_elements
+
+    def key(self, piece: int) -> str:
+        """The path of the array: all pieces are in the one object."""
+        return self.path
+
+    def stored_bytes(self, piece: int) -> int:
+        """Stored bytes of a piece, as far as the file says."""
+        if self._layout is None:
+            return 0
+        table = self._layout.find_index(piece, sum(self._sizes.values()), self.path)
+        assert isinstance(table, np.ndarray)
+        return int(table[table[:, 0] != ABSENT, 1].sum())
+
+    def _read_through_zarr(self, piece: int) -> Iterator[Chunk]:
+        begin, rows = piece * self._shard[0] if self._shard else 0, self._shard[:1]
+        try:
+            found = self._array[begin : begin + rows[0]] if rows else self._array[()]
+        except ZloaderError as error:
+            if not isinstance(error, CorruptChunkError):
+                raise
+            yield error
+        except UNDECODABLE as error:
+            yield CorruptChunkError(f"{self.path} does not decode at row {begin}: {error}")
+        else:
+            yield np.asarray(found).reshape(-1)
