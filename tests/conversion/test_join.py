@@ -16,8 +16,8 @@ from sources import LAYOUTS, counts, dense
 
 from zloader.common.errors import SourceError
 from zloader.conversion.sources.anndata_input import open_matrix
-from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.nodes import Node
+from zloader.conversion.sources.windows import JoinedMatrix
 
 pytestmark = pytest.mark.any_version
 

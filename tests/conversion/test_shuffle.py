@@ -29,10 +29,9 @@ from spilling import (
 )
 
 from zloader.common import errors
-from zloader.conversion.sources import spill
+from zloader.conversion.sources import reorder
 from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.shuffle import ShuffledMatrix
-from zloader.conversion.sources.transpose import CscMatrix
+from zloader.conversion.sources.reorder import CscMatrix, ShuffledMatrix
 from zloader.order.permutation import permute
 
 pytestmark = pytest.mark.any_version
@@ -171,7 +170,7 @@ def test_the_source_is_read_once_and_what_it_holds_freed() -> None:
 
 def test_many_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket boundaries exceed the part that is kept in memory."""
-    monkeypatch.setattr(spill, "_CUTS_IN_MEMORY", 100)
+    monkeypatch.setattr(reorder, "_CUTS_IN_MEMORY", 100)
     x = counts()
     with shuffled(x, 1000) as matrix:
         assert_equal(matrix_of(matrix.windows(7), x.shape, x.dtype), oracle(x)[7:])

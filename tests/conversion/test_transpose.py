@@ -31,7 +31,7 @@ from spilling import (
 
 from zloader.common import errors
 from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.transpose import CscMatrix
+from zloader.conversion.sources.reorder import CscMatrix
 from zloader.conversion.sources.windows import SourceMatrix
 
 pytestmark = pytest.mark.any_version

@@ -22,10 +22,10 @@ from zloader.common.errors import OptionError, SourceError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.conversion.joining.genes import GeneRule, gene_axis, name_genes
-from zloader.conversion.joining.selection import Selection, Stack, gene_matrices, keys_of, row_parts
+from zloader.conversion.joining.selection import Selection, Stack, common_width, gene_matrices, keys_of, shared
 from zloader.conversion.joining.union import NOTHING, is_storable, kind_of, storable, stored_kind, unite
 from zloader.conversion.sources.inputs import Input, Problems, by_source, refuse_unknown
-from zloader.conversion.sources.shuffle import Permutation, ShuffledMatrix
+from zloader.conversion.sources.reorder import Permutation, ShuffledMatrix
 from zloader.conversion.sources.windows import SourceMatrix
 
 _GROUPS = ("layers", "obsm", "varm", "obsp", "varp")
@@ -105,10 +105,22 @@ class Content:
             self.dropped += [f"raw/varm/{name}" for name in keys_of(self._sources, "raw/varm")]
 
     def _join_rows(self) -> None:
-        parts = row_parts(self._sources, self._selection)
-        self._stacks += parts.stacks
-        self._by_rows = parts.elements
-        self.dropped += parts.dropped
+        self._by_rows: list[str] = []
+        with Problems() as problems:
+            for path in shared(self._sources, "obsm", self._selection):
+                with problems.noting():
+                    width = common_width(self._sources, path)
+                    if width is None:
+                        self._by_rows.append(path)
+                    else:
+                        self._stacks.append(Stack.of_columns(path, width, len(self._sources)))
+        for path in (f"obsp/{name}" for name in keys_of(self._sources, "obsp")):
+            if self._single is None:
+                self.dropped.append(path)
+            elif self._single.node(path).encoding == "csr":
+                self._stacks.append(Stack.of_columns(path, self.n_rows, 1))
+            else:
+                self._by_rows.append(path)
 
     def _check_obs(self) -> None:
         with Problems() as problems:

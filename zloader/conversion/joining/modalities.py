@@ -27,7 +27,7 @@ from zloader.conversion.joining.genes import GeneRule
 from zloader.conversion.joining.selection import Selection, keys_of
 from zloader.conversion.sources.inputs import Input, Problems, refuse_unknown
 from zloader.conversion.sources.modality import MuDataInput, require_anndata
-from zloader.conversion.sources.shuffle import Permutation
+from zloader.conversion.sources.reorder import Permutation
 from zloader.order.permutation import key_of, permute
 from zloader.selecting.row_maps import RowMap, in_whole
 

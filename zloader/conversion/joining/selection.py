@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -14,9 +14,8 @@ from zloader.common.messages import listed
 from zloader.common.records import Rows
 from zloader.conversion.joining.genes import GeneAxis
 from zloader.conversion.sources.inputs import Input, Problems, by_source, refuse_unknown
-from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.nodes import Node, require_names
-from zloader.conversion.sources.windows import SourceMatrix
+from zloader.conversion.sources.windows import JoinedMatrix, SourceMatrix
 from zloader.selecting.gene_names import GenesBy, checked_genes_by
 
 _JOINS = (None, "inner", "outer")
@@ -64,7 +63,10 @@ class Selection:
                 raise OptionError(f"{option} must be a list of names, such as [{names!r}], not a single string")
             if names is not None:
                 object.__setattr__(self, option, tuple(dict.fromkeys(map(str, names))))
-                self._check_repeats(option, names)
+                listed_names = pd.Index(list(map(str, names)))
+                repeated = listed_names[listed_names.duplicated()].unique()
+                if len(repeated):
+                    raise OptionError(f"{option} has repeated names: {listed(repeated)}. List each name once")
         if self.x not in ("X", "raw/X") and not (self.x.startswith("layers/") and len(self.x) > len("layers/")):
             raise OptionError(f"x must be 'X', 'layers/NAME' or 'raw/X', not {self.x!r}")
         if not (self.join is None or isinstance(self.join, str)) or self.join not in _JOINS:
@@ -75,12 +77,6 @@ class Selection:
             raise OptionError(f"genes=[...] and join={self.join!r} exclude each other: pass only one")
         if self.genes is not None and not self.genes:
             raise OptionError("genes is empty: list at least one gene, or pass None for all")
-
-    def _check_repeats(self, option: str, names: Sequence[str]) -> None:
-        listed_names = pd.Index(list(map(str, names)))
-        repeated = listed_names[listed_names.duplicated()].unique()
-        if len(repeated):
-            raise OptionError(f"{option} has repeated names: {listed(repeated)}. List each name once")
 
     def plain(self, genes_by: Any) -> dict[str, Any]:
         """All options as plain types, with this `genes_by`, because their own may be functions."""
@@ -148,7 +144,7 @@ def gene_matrices(sources: Sequence[Input], select: Selection) -> dict[str, str]
     Raises SourceError if only some of the sources have them, and OptionError if none has.
     """
     paths = {"X": select.x} if _has_x(sources, select.x) else {}
-    layers = [path for path in _shared(sources, "layers", select) if path != select.x]
+    layers = [path for path in shared(sources, "layers", select) if path != select.x]
     if select.x == "raw/X" and layers:
         raise OptionError(
             f"the layers ({listed(layers)}) have other genes than raw/X: leave them out with "
@@ -170,7 +166,7 @@ def _has_x(sources: Sequence[Input], x: str) -> bool:
     return not lacking
 
 
-def _shared(sources: Sequence[Input], part: str, select: Selection) -> list[str]:
+def shared(sources: Sequence[Input], part: str, select: Selection) -> list[str]:
     """The chosen paths in layers or obsm. Raises SourceError unless all sources have them."""
     wanted, available = getattr(select, part), keys_of(sources, part)
     names = available if wanted is None else wanted
@@ -184,37 +180,7 @@ def _shared(sources: Sequence[Input], part: str, select: Selection) -> list[str]
     return [f"{part}/{name}" for name in names]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowParts:
-    """obsm and obsp: the matrices, the paths of other elements, and the paths that cannot be joined."""
-
-    stacks: list[Stack] = field(default_factory=list)
-    elements: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-
-
-def row_parts(sources: Sequence[Input], select: Selection) -> RowParts:
-    """The obsm and obsp to store. Raises SourceError with all problems if the sources disagree, and OptionError."""
-    parts = RowParts()
-    with Problems() as problems:
-        for path in _shared(sources, "obsm", select):
-            with problems.noting():
-                width = _common_width(sources, path)
-                if width is None:
-                    parts.elements.append(path)
-                else:
-                    parts.stacks.append(Stack.of_columns(path, width, len(sources)))
-    for path in (f"obsp/{name}" for name in keys_of(sources, "obsp")):
-        if len(sources) > 1:
-            parts.dropped.append(path)
-        elif sources[0].node(path).encoding == "csr":
-            parts.stacks.append(Stack.of_columns(path, sources[0].n_rows, 1))
-        else:
-            parts.elements.append(path)
-    return parts
-
-
-def _common_width(sources: Sequence[Input], path: str) -> int | None:
+def common_width(sources: Sequence[Input], path: str) -> int | None:
     """The width of a dense matrix, None for any other element. Raises SourceError if the sources disagree."""
     nodes = {source.name: source.node(path) for source in sources}
     kinds = {name: _kind_by_rows(node) for name, node in nodes.items()}

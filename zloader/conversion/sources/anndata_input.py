@@ -17,7 +17,7 @@ from zloader.common.errors import SourceError
 from zloader.common.locks import cached_property
 from zloader.conversion.sources.locations import Objects
 from zloader.conversion.sources.nodes import Node, reading, require_names, require_text
-from zloader.conversion.sources.transpose import CscMatrix
+from zloader.conversion.sources.reorder import CscMatrix
 from zloader.conversion.sources.windows import CsrMatrix, DenseMatrix, SourceMatrix
 from zloader.storage.metadata import stored_length
 
