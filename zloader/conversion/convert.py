@@ -227,11 +227,15 @@ class _Conversion:
     ) -> dict[str, Any]:
         """Converts, from the beginning or from where the run of `journal` stopped. Returns fields of the report."""
         self._require_x(matrices)
+        scans: list[MatrixScan] = []
         if journal is None:
             for part in self._parts:
                 DryRunWriter(self._options, of=self._of).write_content(part.content)
             with destination.claimed():
-                scans = [self.scan(*each) for each in matrices]
+                for part, matrix in matrices:
+                    advance = self._bars.add(f"reading {part.at(matrix.name)}", matrix.n_rows)
+                    keep = keeps_dtype(matrix, self._options)
+                    scans.append(scan_matrix(matrix, keep_dtype=keep, advance=advance))
         else:
             scans = [MatrixScan.of_record(journal["scans"][part.at(matrix.name)]) for part, matrix in matrices]
         scanned = [(part, matrix, scan) for (part, matrix), scan in zip(matrices, scans, strict=True)]
@@ -274,11 +278,6 @@ class _Conversion:
             "rows_made_canonical": {part.at(matrix.name): scan.mended for part, matrix, scan in scanned if scan.mended},
             "dropped": [part.at(path) for part in self._parts for path in part.content.dropped],
         }
-
-    def scan(self, part: Part, matrix: SourceMatrix) -> MatrixScan:
-        """The first pass over a matrix."""
-        advance = self._bars.add(f"reading {part.at(matrix.name)}", matrix.n_rows)
-        return scan_matrix(matrix, keep_dtype=keeps_dtype(matrix, self._options), advance=advance)
 
     def write(
         self, destination: Destination, store: PendingStore, scanned: Sequence[tuple[Part, SourceMatrix, MatrixScan]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -39,8 +39,10 @@ class Content:
     their kind. It raises OptionError, or one SourceError with all problems. `dropped` lists the elements that cannot be
     joined over several sources; it is complete once `elements` has been exhausted. `lost_genes` is a warning if few
     genes of a source match those of the others, or empty. `groups` are those that there are even if they are empty,
-    each with attributes of its own.
+    each with attributes of its own. `names` gives the obs names of a modality if the whole MuData makes them unique.
     """
+
+    names: Callable[[], pd.Index] | None = None
 
     def __init__(self, inputs: Sequence[Input], selection: Selection) -> None:
         if not inputs:
@@ -147,6 +149,8 @@ class Content:
 
     def obs_names(self) -> pd.Index:
         """The names of all rows. The index keeps its name if all sources agree on it."""
+        if self.names is not None:
+            return self.names()
         parts = [source.obs_names() for source in self._sources]
         names = parts[0]
         if self._single is None:
@@ -306,15 +310,14 @@ class RearrangedContent:
             yield ShuffledMatrix(matrix, self._positions, window_bytes=self._bucket_bytes, columns=square)
 
     def elements(self) -> Iterator[tuple[str, Any]]:
-        """The elements of `Content.elements`. Those of obsm and obsp are in the new order."""
+        """The elements of `Content.elements`. Those by row are in the new order, and so are the rows of modalities."""
         for path, element in self._content.elements():
             if path.startswith(("obsm/", "obsp/")):
-                yield path, self._reordered(element, columns=path.startswith("obsp/"))
-            else:
-                yield path, element
-
-    def _reordered(self, element: Any, *, columns: bool) -> Any:
-        if isinstance(element, pd.DataFrame):
-            return element.iloc[self.order]
-        rows = element.tocsr()[self.order] if scipy.sparse.issparse(element) else element[self.order]
-        return rows[:, self.order] if columns else rows
+                rows = element.tocsr() if scipy.sparse.issparse(element) else element
+                element = rows.iloc[self.order] if isinstance(rows, pd.DataFrame) else rows[self.order]
+                if path.startswith("obsp/"):
+                    element = element[:, self.order]
+            elif path.startswith("obsmap/"):
+                has = np.asarray(element).reshape(-1)[self.order] > 0
+                element = np.where(has, np.cumsum(has), 0).astype(element.dtype)
+            yield path, element

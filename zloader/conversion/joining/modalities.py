@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.messages import listed
-from zloader.common.records import Rows
 from zloader.conversion.joining.content import Content, RearrangedContent
 from zloader.conversion.joining.genes import GeneRule
 from zloader.conversion.joining.selection import Selection, keys_of
@@ -102,24 +101,24 @@ def _of_mudata(
         contents = {}
         for name, inputs in modalities.items():
             with problems.noting():
-                contents[name] = ModalityContent(inputs, _of_part(select, inputs))
+                contents[name] = Content(inputs, _of_part(select, inputs))
     if not any("X" in one or one.keys("layers") for inputs in modalities.values() for one in inputs):
         raise SourceError(f"no modality of {sources[0].name} has X or layers, so there is nothing to train on")
     whole = WholeContent(sources, _of_whole(select, sources), contents)
     if select.unique_obs_names:
         for name, content in contents.items():
             content.names = functools.partial(whole.names_in, name)
-    of_whole: Content | RearrangedContent = whole
-    of_modalities = {name: _arranged(content, None, bucket_bytes) for name, content in contents.items()}
-    if positions is not None:
-        of_whole = RearrangedWhole(whole, positions, bucket_bytes=bucket_bytes)
-        for name, content in contents.items():
-            ranks = _ranks(whole.row_of(name)[of_whole.order], content.n_rows)
-            of_modalities[name] = _arranged(content, ranks.__getitem__, bucket_bytes)
+    of_whole = _arranged(whole, positions, bucket_bytes)
     parts = [Part(path="", content=of_whole, attributes=_MUDATA)]
-    return parts + [
-        Part(path=f"mod/{name}", content=content, attributes=_MODALITY) for name, content in of_modalities.items()
-    ]
+    for name, content in contents.items():
+        ranks: Permutation | None = None
+        if isinstance(of_whole, RearrangedContent):
+            rows = whole.row_of(name)[of_whole.order]
+            new = np.empty(content.n_rows, np.int64)
+            new[rows[rows >= 0]] = np.arange(content.n_rows)
+            ranks = new.__getitem__
+        parts.append(Part(path=f"mod/{name}", content=_arranged(content, ranks, bucket_bytes), attributes=_MODALITY))
+    return parts
 
 
 def _modalities_of(sources: Sequence[MuDataInput]) -> dict[str, list[Input]]:
@@ -169,24 +168,6 @@ def _of_whole(select: Selection, sources: Sequence[MuDataInput]) -> Selection:
     of_part = _of_part(dataclasses.replace(select, layers=None), sources)
     chosen = obsm if of_part.obsm is None else [name for name in obsm if name in of_part.obsm]
     return dataclasses.replace(of_part, obsm=chosen, source_column=select.source_column)
-
-
-def _ranks(rows: RowMap, n_rows: int) -> Rows:
-    """The new position of each row of a modality, given its rows in the new order of the whole."""
-    held = rows[rows >= 0]
-    ranks = np.empty(n_rows, np.int64)
-    ranks[held] = np.arange(len(held))
-    return ranks
-
-
-class ModalityContent(Content):
-    """One modality of one or more MuData. `names` gives its obs names if the whole makes them unique."""
-
-    names: Callable[[], pd.Index] | None = None
-
-    def obs_names(self) -> pd.Index:
-        """The names of all rows, which are those of the whole."""
-        return super().obs_names() if self.names is None else self.names()
 
 
 class WholeContent(Content):
@@ -269,15 +250,3 @@ def _maps(axis: str, modality: str, places: RowMap) -> Iterator[tuple[str, Any]]
     """The map of rows or genes, and which of them a modality has, as mudata stores them."""
     yield f"{axis}m/{modality}", places >= 0
     yield f"{axis}map/{modality}", (places + 1).astype(np.min_scalar_type(len(places)))
-
-
-class RearrangedWhole(RearrangedContent):
-    """The root of MuData with its rows in another order, in which the rows of the modalities are, too."""
-
-    def elements(self) -> Iterator[tuple[str, Any]]:
-        """The elements in the new order, with the new maps of rows."""
-        for path, element in super().elements():
-            if path.startswith("obsmap/"):
-                has = np.asarray(element).reshape(-1)[self.order] > 0
-                element = np.where(has, np.cumsum(has), 0).astype(element.dtype)
-            yield path, element

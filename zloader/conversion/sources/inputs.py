@@ -125,7 +125,10 @@ def _located(source: Any, storage_options: Mapping[str, Any], cache: BlockCache)
 
 def _open(location: SourceLocation, cache: BlockCache, modality: str | None) -> Iterator[Input]:
     if location.has("zarr.json", ".zgroup"):
-        yield from _open_zarr(*_whole_and_modality(location, modality))
+        within = whole_of(location)  # the MuData Zarr that it is in, and its modality
+        if within is not None and within[0].has("zarr.json", ".zgroup"):
+            location, modality = within
+        yield from _open_zarr(location, modality)
         return
     if location.entry()["type"] != "directory":
         yield _open_hdf5(location, cache, modality)
@@ -139,12 +142,6 @@ def _open(location: SourceLocation, cache: BlockCache, modality: str | None) -> 
             "see docs/howto/own_format.md"
         )
     yield Parquet(location.url).open(location.storage_options)
-
-
-def _whole_and_modality(location: SourceLocation, modality: str | None) -> tuple[SourceLocation, str | None]:
-    """The MuData Zarr that a location is within, and the modality; the location itself if it is not in one."""
-    above = whole_of(location)
-    return above if above is not None and above[0].has("zarr.json", ".zgroup") else (location, modality)
 
 
 def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None) -> Input:

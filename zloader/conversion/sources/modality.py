@@ -155,13 +155,11 @@ class ModalityInput(StoredInput):
         self._of_whole: list[str] = []
         group = self._whole["mod"][modality].native
         super().__init__(group, form.format(modality), f"{location.label}/{modality}", objects=objects, close=close)
-        self._of_whole = self._columns_of_whole(modalities) if f"obsmap/{modality}" in self._whole else []
-        self.obs_columns = [*self.obs_columns, *self._of_whole]
-
-    def _columns_of_whole(self, modalities: list[str]) -> list[str]:
-        names = [str(name) for name in self._whole["obs"].attrs.get("column-order", [])]
-        copies = tuple(f"{modality}:" for modality in modalities)
-        return [name for name in names if name not in self.obs_columns and not name.startswith(copies)]
+        if f"obsmap/{modality}" in self._whole:
+            names = [str(name) for name in self._whole["obs"].attrs.get("column-order", [])]
+            copies = tuple(f"{each}:" for each in modalities)
+            self._of_whole = [n for n in names if n not in self.obs_columns and not n.startswith(copies)]
+            self.obs_columns = [*self.obs_columns, *self._of_whole]
 
     @cached_property
     def _rows_in_whole(self) -> Rows:

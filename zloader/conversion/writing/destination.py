@@ -13,7 +13,7 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,14 +183,6 @@ class Destination:
 
     def _mark(self, journal: Mapping[str, Any] | None) -> None:
         marker = json.dumps({"note": _NOTE, "journal": journal}).encode()
-        path = f"{self.location.path}/{MARKER}"
-        with translated("write to", self.location.url):
-            if self.location.scheme == "file":
-                self.location.filesystem().makedirs(self.location.path, exist_ok=True)
-        if journal is None:
-            with translated("write to", self.location.url):
-                self.location.filesystem().pipe_file(path, marker)
-            return
         writer = create_object(self.location, MARKER)  # a journal must appear atomically
         try:
             writer.write(marker)
@@ -209,9 +201,10 @@ class Destination:
         So neither the store nor a modality of it opens with some of its objects.
         """
         keys = self._replaceable()
-        roots, below, others = ([key for key in keys if _is_of(key) == depth] for depth in range(3))
-        for together in (roots, below, others):
-            delete_objects(self.location, together)
+        metadata = [key for key in keys if is_metadata(key)]
+        delete_objects(self.location, [key for key in metadata if key in METADATA])
+        delete_objects(self.location, [key for key in metadata if key not in METADATA])
+        delete_objects(self.location, [key for key in keys if not is_metadata(key)])
         left = self.objects().keys() & set(keys)
         if left:  # S3 reports objects that it did not delete in a successful response
             raise AccessDeniedError(
@@ -236,11 +229,6 @@ class Destination:
                 if _may_belong(upload["Key"].removeprefix(prefix)):
                     which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                     filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
-
-
-def _is_of(key: str) -> int:
-    """0 for metadata of the root, 1 for those of a group or array, 2 for any other object."""
-    return 2 if not is_metadata(key) else int(key not in METADATA)
 
 
 class PendingStore(WrapperStore[Store]):
@@ -345,13 +333,12 @@ def _is_partial(key: str) -> bool:
     return _finished(key) != key and _may_belong(key)
 
 
-def _foreign_objects(location: Location, keys: Iterable[str]) -> list[str]:
+def _foreign_objects(location: Location, keys: Sequence[str]) -> list[str]:
     """The objects that belong neither to the AnnData store at a location nor to a zloader conversion.
 
     Raises StoreExistsError if there is another kind of Zarr hierarchy, AccessDeniedError, StoreError.
     """
-    keys = set(keys)
-    nodes = _nodes(location) if keys.intersection(METADATA) else None
+    nodes = _nodes(location) if set(keys).intersection(METADATA) else None
     return sorted(key for key in keys if not (_is_litter(key) or _belongs(_finished(key), nodes)))
 
 

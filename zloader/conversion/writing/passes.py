@@ -28,7 +28,7 @@ from zloader.access.location import Location
 from zloader.common.errors import FormatError, ReadError, SourceError, StoreError
 from zloader.common.progress import Bars
 from zloader.common.records import Rows
-from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
+from zloader.conversion.sources.windows import Advance, SourceMatrix
 from zloader.conversion.writing.encode import (
     ChunkEncoder,
     ChunkGrid,
@@ -94,7 +94,8 @@ def scan_matrix(matrix: SourceMatrix, *, keep_dtype: bool, advance: Advance) -> 
         if not keep_dtype:
             scan.add(window.values)
         if len(lengths):
-            lengths[_positions(window, row)] = window.lengths
+            rows = slice(row, row + len(window.lengths)) if window.positions is None else window.positions
+            lengths[rows] = window.lengths
         row += len(window.lengths)
         advance(len(window.lengths))
     indices = smallest_integer(0, max(0, matrix.n_genes - 1), below=matrix.genes_dtype.itemsize)
@@ -105,10 +106,6 @@ def scan_matrix(matrix: SourceMatrix, *, keep_dtype: bool, advance: Advance) -> 
         indices=matrix.genes_dtype if keep_dtype or indices is None else indices,
         lengths=lengths,
     )
-
-
-def _positions(window: Window, row: int) -> Any:
-    return slice(row, row + len(window.lengths)) if window.positions is None else window.positions
 
 
 @dataclass(frozen=True, kw_only=True)
