@@ -34,7 +34,6 @@ from zloader.conversion.writing.encode import ChunkEncoder, zarr_codecs
 from zloader.conversion.writing.object_writer import (
     ObjectWriter,
     PendingWrites,
-    create_object,
     run_to_completion,
     translated,
 )
@@ -325,7 +324,7 @@ def test_an_upload_is_aborted_when_its_parts_have_ended(s3: Any, monkeypatch: py
     def write() -> None:
         with (
             threads(location.url) as pool,
-            ShardWriter(array, encoder, pool, lambda key: create_object(location, key)) as writer,
+            ShardWriter(array, encoder, pool, lambda key: ObjectWriter(location, key)) as writer,
         ):
             writer.append(values)
 
@@ -342,7 +341,7 @@ def test_ctrl_c_ends_what_reads_shards_back(tmp_path: Path, monkeypatch: pytest.
     encoder = ChunkEncoder(layout_of(array, absent_is_fill=False))
     with (
         threads(location.url) as pool,
-        ShardWriter(array, encoder, pool, lambda key: create_object(location, key)) as writer,
+        ShardWriter(array, encoder, pool, lambda key: ObjectWriter(location, key)) as writer,
     ):
         writer.append(values)
     existing = {key: entry.size for key, entry in location.listing().items()}
@@ -357,7 +356,7 @@ def test_ctrl_c_ends_what_reads_shards_back(tmp_path: Path, monkeypatch: pytest.
                 options=SMALL,
                 threads=pool,
                 bars=bars,
-                create_object=lambda key: create_object(location, key),
+                create_object=lambda key: ObjectWriter(location, key),
                 existing=existing,
             ).finished_shards(array)
 

@@ -21,14 +21,13 @@ from rich.text import Text
 
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, EndedError, app, takes_flags
-from zloader.commands.flags import Access, Json, Matrices, Url
+from zloader.commands.flags import Access, Json, Matrices, Url, names_in
 from zloader.common.errors import CacheError, OptionError
 from zloader.common.messages import size
 
 if TYPE_CHECKING:
     from zloader.caching.directory import MirrorEntry
     from zloader.caching.inspection import MirrorInspection
-    from zloader.common.options import Cache
     from zloader.dataset.warm import Warmed
 
 # ---- warm
@@ -85,7 +84,9 @@ def warm(flags: WarmFlags) -> None:
     cache = Cache(
         directory=flags.cache, max_bytes=flags.max_bytes, min_free_bytes=flags.min_free, form=flags.cache_form
     )
-    genes = None if flags.genes is None else _names_in(flags.genes, cache)
+    if flags.genes is not None and cache.form != "compact":
+        raise OptionError(f"--genes needs --cache-form compact: a {cache.form} mirror has all genes")
+    genes = None if flags.genes is None else names_in(flags.genes)
     settings = {"url": flags.url, "cache": place_of(cache.directory)}
     latest: Warmed | None = None
     try:
@@ -108,16 +109,6 @@ def warm(flags: WarmFlags) -> None:
     _show_warmed(settings, done, as_json=flags.as_json)
     if done.chunks_held < done.chunks:
         typer.echo("the cache is full: every epoch will read the missing chunks from the store", err=True)
-
-
-def _names_in(path: Path, cache: Cache) -> list[str]:
-    if cache.form != "compact":
-        raise OptionError(f"--genes needs --cache-form compact: a {cache.form} mirror has all genes")
-    try:
-        names = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"cannot read the names of genes in {path}: {error}") from error
-    return [name for name in names if name]
 
 
 def _show_warmed(settings: dict[str, Any], warmed: Warmed, *, as_json: bool) -> None:
@@ -262,7 +253,7 @@ def clear(flags: ClearFlags) -> None:
     Deleting the last mirror also removes the marker files of the cache. Files that zloader did not make stay.
     """
     from zloader.access.location import Location
-    from zloader.caching.directory import unmark_if_empty
+    from zloader.caching.directory import drop, unmark_if_empty
 
     url = flags.url
     addresses = url and {url, Location(url=url).address}  # the mirror of several stores lists all their URLs
@@ -276,7 +267,13 @@ def clear(flags: ClearFlags) -> None:
     cleared = _Cleared(cache=place)
     try:
         for entry in entries:
-            _clear_one(entry, cleared)
+            try:
+                dropped = drop(entry.directory)
+            except FileNotFoundError:  # another process has deleted it
+                dropped = True
+            (cleared.deleted if dropped else cleared.in_use).append(entry)
+            with contextlib.suppress(FileNotFoundError):
+                cleared.stayed += sorted(entry.directory.iterdir()) if dropped else []
         unmark_if_empty(place)
     except OSError as error:
         raise CacheError(f"cannot delete: {error}. Run this command as the user who made the cache") from error
@@ -291,18 +288,6 @@ def _ask(entries: Sequence[MirrorEntry]) -> None:
         typer.echo(f"{entry.url}: {size(entry.allocated_bytes)} in {entry.directory}", err=True)
     on_disk = size(sum(entry.allocated_bytes for entry in entries))
     typer.confirm(f"Delete these mirrors ({on_disk})?", abort=True, err=True)
-
-
-def _clear_one(entry: MirrorEntry, cleared: _Cleared) -> None:
-    from zloader.caching.directory import drop
-
-    try:
-        dropped = drop(entry.directory)
-    except FileNotFoundError:  # another process has deleted it
-        dropped = True
-    (cleared.deleted if dropped else cleared.in_use).append(entry)
-    with contextlib.suppress(FileNotFoundError):
-        cleared.stayed += [] if not dropped else sorted(entry.directory.iterdir())
 
 
 def _show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInspection]]) -> None:

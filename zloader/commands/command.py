@@ -85,7 +85,7 @@ class _Commands(typer.core.TyperGroup):
             with _signals_end(), _plain_warnings():
                 return super().invoke(ctx)
         except ZloaderError as error:
-            if _debugging():
+            if os.environ.get("ZLOADER_DEBUG", "") not in ("", "0"):
                 raise
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
@@ -111,10 +111,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # rich tracebacks show local variables, including credentials
     help="Train PyTorch models directly on single-cell AnnData stored as sharded Zarr in object storage.",
 )
-
-
-def _debugging() -> bool:
-    return os.environ.get("ZLOADER_DEBUG", "") not in ("", "0")
 
 
 def _debug(wanted: bool) -> None:

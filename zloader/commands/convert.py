@@ -13,8 +13,7 @@ from rich.console import Console
 
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, takes_flags
-from zloader.commands.flags import Access, GenesBy, Json, Url, genes_by_of
-from zloader.common.errors import OptionError
+from zloader.commands.flags import Access, GenesBy, Json, Url, genes_by_of, names_in
 from zloader.common.messages import size
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class ConvertFlags:
             obs=_listed(self.obs),
             raw=self.raw,
             join=self.join,
-            genes=None if self.genes is None else _lines(self.genes),
+            genes=None if self.genes is None else names_in(self.genes),
             genes_by=genes_by_of(self.genes_by),
             source_column=self.source_column,
             unique_obs_names=self.unique_obs_names,
@@ -160,13 +159,6 @@ def _listed(names: str | None) -> list[str] | None:
     if names is None:
         return None
     return [] if names == "none" else [name.strip() for name in names.split(",") if name.strip()]
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"cannot read genes from {path}: {error}") from error
 
 
 @app.command(epilog=KEYS)

@@ -21,7 +21,7 @@ from zloader.commands.charts import (
     name_colours,
     rate_curve,
 )
-from zloader.commands.demo_results import EPOCH_HEADER, DemoRun, EpochFigures, epoch_rows
+from zloader.commands.demo import EPOCH_HEADER, DemoRun, EpochFigures, epoch_rows
 from zloader.commands.report import Report, Section, Table, try_next
 from zloader.common.messages import size
 

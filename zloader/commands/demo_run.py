@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures, Step, TerminalOutput
+from zloader.commands.demo import DemoRun, EpochFigures, LoadingFigures, Step, TerminalOutput
 from zloader.commands.report import machine
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.records import Rows, Statistics

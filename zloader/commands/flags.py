@@ -150,6 +150,14 @@ def _named_by(given: str) -> str | dict[str, str] | None:
     return found
 
 
+def names_in(path: Path) -> list[str]:
+    """The names of genes in a file, one per line. Raises OptionError if it cannot be read."""
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot read the names of genes in {path}: {error}") from error
+
+
 def x_of(given: list[str] | None) -> str | list[str]:
     """The x of a Loader for these --x flags: a single name, or a list of several."""
     names = given or ["X"]

@@ -7,7 +7,7 @@ is sampled: for 100 million rows of 1 460 values, it plans 4 fetches and reads t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -85,13 +85,17 @@ def epoch_costs(
         steps = list(_chunks_by_array(matrix, store.offsets(matrix), of_matrix))
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
             planner = planner_of(array, options, store.object_sizes(), sweeping=share_of(plan.swept_rows, store.n_obs))
-            indexes = read_indexes(store, array, _shards(planner, wanted), options)
+            shards = planner.shards(np.concatenate([np.empty(0, np.int64), *wanted]))
+            indexes = read_indexes(store, array, shards, options)
             every.add(planner, wanted, indexes, into_mirror=False)
             first.add(planner, _unseen(planner, wanted), indexes, into_mirror=True)
             # In a sampled epoch, the other fetches need the other shards, too.
-            n_indexes = _n_indexes(store, array, indexes if exact else range(array.n_shards))
-            for count in (every, first):
-                count.add_indexes(n_indexes, array.placement.index_bytes)
+            if size := array.placement.index_bytes:
+                needed = indexes if exact else range(array.n_shards)
+                n_indexes = sum(array.shard_key(shard) in store.objects for shard in needed)
+                for count in (every, first):
+                    count.index_gets += n_indexes
+                    count.index_bytes += n_indexes * size
     if exact:
         return EpochCosts(unmirrored=every.cost(), first_mirrored=first.cost())
     counted = sum(map(plan.n_positions, numbers))
@@ -135,15 +139,6 @@ def _chunks_by_array(
         yield [chunks_of(starts, stops, array) for array in matrix.arrays]
 
 
-def _shards(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[int]:
-    return planner.shards(np.concatenate([np.empty(0, np.int64), *wanted]))
-
-
-def _n_indexes(store: OpenedStore, array: ArrayLayout, shards: Iterable[int]) -> int:
-    """How many of the shards have an index to read."""
-    return sum(array.shard_key(shard) in store.objects for shard in shards) if array.placement.index_bytes else 0
-
-
 def _unseen(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[Rows]:
     """The chunks that each fetch reads when a mirror keeps those of the fetches before it."""
     seen = np.zeros(planner.layout.n_chunks, bool)
@@ -174,11 +169,6 @@ class _Count:
             spans, _ = planner.spans(chunks, indexes, into_mirror=into_mirror)
             self.gets += len(spans)
             self.n_bytes += total_bytes(spans)
-
-    def add_indexes(self, number: int, size: int) -> None:
-        """Counts the reads of so many indexes of so many bytes each."""
-        self.index_gets += number
-        self.index_bytes += number * size
 
     def cost(self, scale: float | None = None) -> EpochCost:
         """The epoch's cost; `scale` extrapolates from a sample to the epoch."""

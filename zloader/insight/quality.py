@@ -123,7 +123,7 @@ def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, p
         random_entropy_sd_bits=float(random.std()),
         l1_within=_scaled(_within(positions), (plan.batch_size + 1) / 3, (n_rows + 1) / 3),
         l1_across=_scaled(_across(of_stretches), plan.batch_size, (n_rows + 1) / 3),
-        longest_run=_longest_run(positions),
+        longest_run=int(_runs(np.diff(np.sort(positions, axis=1), axis=1) == 1)[0].max()),
         same_block_share=_same_share(np.concatenate([blocks for _, blocks in stretches])),
     )
 
@@ -213,11 +213,6 @@ def _entropies(labels: NDArray[Any]) -> NDArray[np.float64]:
     ordered = np.sort(labels, axis=1)
     counts, lines = _runs(ordered[:, 1:] == ordered[:, :-1])
     return np.asarray(np.log2(width) - np.bincount(lines, counts * np.log2(counts), len(labels)) / width)
-
-
-def _longest_run(rows: Rows) -> int:
-    ordered = np.sort(rows, axis=1)
-    return int(_runs(np.diff(ordered, axis=1) == 1)[0].max())
 
 
 def _same_share(blocks: Rows) -> float:

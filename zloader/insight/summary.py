@@ -110,17 +110,15 @@ def summarize(dataset: Dataset) -> StoreSummary:
         obs=[_column(stores, name) for name in dataset.obs_columns],
         matrices=[_matrix(dataset, name) for name in dataset.matrix_names],
         others=[
-            f"{group}/{key}" for group in _OTHERS for key in _in_all([_names_in(store, group) for store in stores])
+            f"{group}/{key}"
+            for group in _OTHERS
+            for key in sorted(set.intersection(*(_names_in(store, group) for store in stores)))
         ],
     )
 
 
-def _names_in(store: OpenedStore, group: str) -> Sequence[str]:
-    return list(store.obsm_paths) if group == "obsm" else store.keys(group)
-
-
-def _in_all(groups: Sequence[Any]) -> list[str]:
-    return sorted(set.intersection(*map(set, groups)))
+def _names_in(store: OpenedStore, group: str) -> set[str]:
+    return set(store.obsm_paths if group == "obsm" else store.keys(group))
 
 
 def _column(stores: Sequence[OpenedStore], name: str) -> ColumnSummary:

@@ -40,7 +40,6 @@ from zloader.conversion.writing.object_writer import (
     PARTIAL,
     ObjectWriter,
     PendingWrites,
-    create_object,
     delete_objects,
     run_to_completion,
     translated,
@@ -169,7 +168,7 @@ class Destination:
 
     def create_object(self, key: str) -> ObjectWriter:
         """Starts writing an object."""
-        return create_object(self.location, key)
+        return ObjectWriter(self.location, key)
 
     def objects(self) -> dict[str, int]:
         """The sizes in bytes of all objects at the destination, by key."""
@@ -183,7 +182,14 @@ class Destination:
 
     def _mark(self, journal: Mapping[str, Any] | None) -> None:
         marker = json.dumps({"note": _NOTE, "journal": journal}).encode()
-        writer = create_object(self.location, MARKER)  # a journal must appear atomically
+        path = f"{self.location.path}/{MARKER}"
+        with translated("write to", self.location.url):
+            if self.location.scheme == "file":
+                self.location.filesystem().makedirs(self.location.path, exist_ok=True)
+            if journal is None:
+                self.location.filesystem().pipe_file(path, marker)
+                return
+        writer = ObjectWriter(self.location, MARKER)  # a journal must appear atomically
         try:
             writer.write(marker)
             writer.commit()

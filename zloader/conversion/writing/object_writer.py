@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,23 +51,7 @@ def translated(doing: str, url: str) -> Iterator[None]:
         raise StoreError(f"cannot {doing} {url}: {error}{advice if doing.startswith('write') else ''}") from error
 
 
-class ObjectWriter(ABC):
-    """One object being written. Raises StoreError and its subclasses."""
-
-    @abstractmethod
-    def write(self, piece: bytes) -> None:
-        """Appends bytes."""
-
-    @abstractmethod
-    def commit(self) -> None:
-        """Completes the object and makes it visible."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Discards the object."""
-
-
-class _LocalFile(ObjectWriter):
+class _LocalFile:
     def __init__(self, path: Path) -> None:
         self._path, self._partial = path, path.with_name(path.name + PARTIAL)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +80,7 @@ def _sync(file: int) -> None:
         os.fsync(file)
 
 
-class _Upload(ObjectWriter):
+class _Upload:
     def __init__(self, filesystem: Any, path: str) -> None:
         self._filesystem, self._path = filesystem, path
         bucket, key, _ = filesystem.split_path(path)
@@ -146,32 +129,30 @@ class _Upload(ObjectWriter):
             self._filesystem.call_s3("abort_multipart_upload", **self._upload)
 
 
-class _Translated(ObjectWriter):
-    """Wraps a writer and translates its errors."""
+class ObjectWriter:
+    """The object `key` below a location, being written. Raises StoreError and its subclasses."""
 
     def __init__(self, location: Location, key: str) -> None:
         self._at = (f"write {key} to", location.url)
         with translated(*self._at):
             path = f"{location.path}/{key}"
             is_file = location.scheme == "file"
-            self._inner: ObjectWriter = _LocalFile(Path(path)) if is_file else _Upload(location.filesystem(), path)
+            self._inner = _LocalFile(Path(path)) if is_file else _Upload(location.filesystem(), path)
 
     def write(self, piece: bytes) -> None:
+        """Appends bytes."""
         with translated(*self._at):
             self._inner.write(piece)
 
     def commit(self) -> None:
+        """Completes the object and makes it visible."""
         with translated(*self._at):
             self._inner.commit()
 
     def abort(self) -> None:
+        """Discards the object."""
         with translated(*self._at):
             self._inner.abort()
-
-
-def create_object(location: Location, key: str) -> ObjectWriter:
-    """Starts writing the object `key` below a location."""
-    return _Translated(location, key)
 
 
 def delete_objects(location: Location, keys: Sequence[str]) -> None:
