@@ -79,7 +79,7 @@ MAY_IMPORT = {
         "zloader.conversion.sources.nodes",
         "zloader.conversion.sources.row_source",
         "zloader.conversion.joining.content",
-        "zloader.conversion.joining.genes",
+        "zloader.conversion.joining.selection",
         "zloader.conversion.joining.union",
         "zloader.conversion.writing.elements",
         "zloader.conversion.checking.compare",

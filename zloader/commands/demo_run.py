@@ -80,6 +80,7 @@ def run_demo(
         # After Ctrl-C a thread may still write to this mirror. The server's directory is removed at the end anyway.
         with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as cache:
             loading = _loading(open_dataset(url, cache=cache, storage_options=access), task, seed)
+    opened, sizes = ("X/indptr/", f"obs/{label}/"), dataset.store.object_sizes().items()
     return DemoRun(
         source=source.name,
         bundled=file is None,
@@ -94,7 +95,7 @@ def run_demo(
         block_size=task.block_size,
         batch_size=BATCH_SIZE,
         fetch_rows=BATCH_SIZE * task.fetch_factor,
-        opening_bytes=_opening_bytes(dataset, label),
+        opening_bytes=sum(n for key, n in sizes if key == "zarr.json" or key.startswith(opened)),
         epochs=done,
         loading=loading,
         machine=machine(),
@@ -127,9 +128,9 @@ class _Task:
             raise OptionError(
                 f"{len(rows)} cells with a {label} are too few to train on and to hold some out: use more cells"
             )
-        # A small file is split into at least three fetches of many blocks, so that cells mix well. A large file gets
-        # the Loader's defaults.
-        fetch_factor = min(_power_of_two(len(train) // (3 * BATCH_SIZE)), Loader.fetch_factor)
+        # A small file is split into at least three fetches of many blocks, so that cells mix well: a power of two of
+        # minibatches. A large file gets the Loader's defaults.
+        fetch_factor = min(1 << max(0, (len(train) // (3 * BATCH_SIZE)).bit_length() - 1), Loader.fetch_factor)
         majority = np.bincount(codes[train]).argmax()
         return cls(
             label=label,
@@ -156,11 +157,6 @@ class _Task:
             rank=0,
             world_size=1,
         )
-
-
-def _power_of_two(most: int) -> int:
-    """The largest power of two up to `most`, but at least 1."""
-    return 1 << max(0, most.bit_length() - 1)
 
 
 def _warm_up(dataset: Dataset, task: _Task) -> None:
@@ -284,12 +280,6 @@ def _figures(
         held_out_bytes_read=held_out.bytes_read,
         held_out_accuracy=accuracy,
     )
-
-
-def _opening_bytes(dataset: Dataset, label: str) -> int:
-    opened = ("X/indptr/", f"obs/{label}/")
-    sizes = dataset.store.object_sizes().items()
-    return sum(size for key, size in sizes if key == "zarr.json" or key.startswith(opened))
 
 
 # ---- the obs column to predict

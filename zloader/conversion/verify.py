@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -117,9 +117,11 @@ def verify(
             findings.add(".zgroup", "is Zarr v2, which has no checksums to verify: run 'zloader convert' on it")
             seen |= {"rows": dataset.n_obs, "genes": dataset.n_vars}
         elif dataset is not None:
-            with _threads(memory) as pool:
-                hierarchy = (FileHierarchy if of_file else Hierarchy)(dataset, pool, findings)
-                seen |= _check(hierarchy, findings, pool, bars)
+            n_threads = max(1, min(_THREADS, working_bytes(memory) // _THREAD_BYTES))
+            pool = opened.enter_context(ThreadPoolExecutor(n_threads, thread_name_prefix="zloader-verify"))
+            opened.callback(pool.shutdown, cancel_futures=True)  # after Ctrl-C, of the reads that have not started
+            hierarchy = (FileHierarchy if of_file else Hierarchy)(dataset, pool, findings)
+            seen |= _check(hierarchy, findings, pool, bars)
             if inputs:
                 Comparison(dataset, hierarchy, findings, bars).run(inputs, memory, genes_by)
     return Verification(
@@ -142,17 +144,6 @@ def _opened(location: Location, findings: Findings) -> Dataset | None:
         else:
             findings.add("zarr.json", error)
         return None
-
-
-@contextlib.contextmanager
-def _threads(memory: int | str) -> Iterator[Executor]:
-    """Threads for reading; an error or Ctrl-C cancels the reads that have not started."""
-    n_threads = max(1, min(_THREADS, working_bytes(memory) // _THREAD_BYTES))
-    with ThreadPoolExecutor(n_threads, thread_name_prefix="zloader-verify") as pool:
-        try:
-            yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _check(hierarchy: Hierarchy, findings: Findings, pool: Executor, bars: Bars) -> dict[str, int]:

@@ -76,7 +76,9 @@ def epoch_costs(
     names = one_or_more(x=x)
     stores = [pair for name in names for pair in zip(dataset.stores, dataset.matrices.layouts(name), strict=True)]
     ends = np.cumsum([store.n_obs for store in dataset.stores], dtype=np.int64)
-    numbers = _sampled(plan, most_fetches)
+    numbers: Sequence[int] = range(plan.n_fetches)
+    if plan.n_fetches > most_fetches:  # an evenly spaced few
+        numbers = np.unique(np.linspace(0, plan.n_fetches - 1, SAMPLED_FETCHES).astype(int)).tolist()
     exact = len(numbers) == plan.n_fetches
     every, first = _Count(), _Count()
     taken = _rows_by_store(plan, ends, numbers)
@@ -100,23 +102,12 @@ def epoch_costs(
         return EpochCosts(unmirrored=every.cost(), first_mirrored=first.cost())
     counted = sum(map(plan.n_positions, numbers))
     unmirrored = every.cost(scale=plan.n_rows / plan.world_size / counted)
-    return EpochCosts(unmirrored=unmirrored, first_mirrored=_at_most(stores, unmirrored))
-
-
-def _at_most(stores: Sequence[tuple[OpenedStore, MatrixLayout]], unmirrored: EpochCost) -> EpochCost:
-    """The upper bound with a mirror: it reads no chunk twice, so at most the whole matrix, one GET per chunk."""
+    # With a mirror no chunk is read twice, so at most the whole matrix is read, with one GET per chunk.
     arrays = [(store, array) for store, matrix in stores for array in matrix.arrays]
     chunks = sum(array.n_chunks + array.n_shards for _, array in arrays)
     whole = sum(stored_bytes(store, array) for store, array in arrays)
-    return EpochCost(gets=min(chunks, unmirrored.gets), bytes_read=min(whole, unmirrored.bytes_read), exact=False)
-
-
-def _sampled(plan: Plan, most_fetches: int) -> Sequence[int]:
-    """The fetches to plan: all, or an evenly spaced few."""
-    if plan.n_fetches <= most_fetches:
-        return range(plan.n_fetches)
-    numbers: list[int] = np.unique(np.linspace(0, plan.n_fetches - 1, SAMPLED_FETCHES).astype(int)).tolist()
-    return numbers
+    gets, bytes_read = min(chunks, unmirrored.gets), min(whole, unmirrored.bytes_read)
+    return EpochCosts(unmirrored=unmirrored, first_mirrored=EpochCost(gets=gets, bytes_read=bytes_read, exact=False))
 
 
 def _rows_by_store(plan: Plan, ends: Rows, numbers: Sequence[int]) -> list[list[Rows]]:

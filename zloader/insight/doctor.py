@@ -241,7 +241,8 @@ def _imported() -> dict[str, Any]:
     Those that require the fewest others come first, so that the one that ends the process is named, and not another one
     that imports it.
     """
-    names = [_module(name) for name in sorted(_requirements()[0], key=_n_requirements)]
+    needs = {name: len(importlib.metadata.requires(name) or []) if _version(name) else 0 for name in _requirements()[0]}
+    names = [_module(name) for name in sorted(needs, key=needs.__getitem__)]
     errors: dict[str, str] = {}
     torch, last, done = None, "", False
     child = [sys.executable, "-c", _CHILD, *names]
@@ -268,10 +269,6 @@ def _said(line: bytes) -> dict[str, Any]:
     except ValueError:  # a library printed something
         return {}
     return said if isinstance(said, dict) else {}
-
-
-def _n_requirements(name: str) -> int:
-    return len(importlib.metadata.requires(name) or []) if _version(name) else 0
 
 
 def _module(name: str) -> str:

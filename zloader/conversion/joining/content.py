@@ -21,8 +21,17 @@ import scipy.sparse
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
-from zloader.conversion.joining.genes import GeneRule, gene_axis, name_genes
-from zloader.conversion.joining.selection import Selection, Stack, common_width, gene_matrices, keys_of, shared
+from zloader.conversion.joining.selection import (
+    GeneRule,
+    Selection,
+    Stack,
+    common_width,
+    gene_axis,
+    gene_matrices,
+    keys_of,
+    name_genes,
+    shared,
+)
 from zloader.conversion.joining.union import NOTHING, is_storable, kind_of, storable, stored_kind, unite
 from zloader.conversion.sources.inputs import Input, Problems, by_source, refuse_unknown
 from zloader.conversion.sources.reorder import Permutation, ShuffledMatrix
@@ -57,9 +66,13 @@ class Content:
         self._stacks: list[Stack] = []
         self.obs_columns = self._chosen_columns()
         with Problems() as problems:
-            for check in (self._join_genes, self._join_raw, self._join_rows, self._check_obs):
+            for check in (self._join_genes, self._join_raw, self._join_rows):
                 with problems.noting():
                     check()
+            for name in self.obs_columns:
+                if name != selection.source_column:
+                    with problems.noting():
+                        self._check_column(name)
             for stack in self._stacks:
                 for number, source in enumerate(self._sources):
                     with problems.noting():
@@ -123,13 +136,6 @@ class Content:
                 self._stacks.append(Stack.of_columns(path, self.n_rows, 1))
             else:
                 self._by_rows.append(path)
-
-    def _check_obs(self) -> None:
-        with Problems() as problems:
-            for name in self.obs_columns:
-                if name != self._selection.source_column:
-                    with problems.noting():
-                        self._check_column(name)
 
     def _check_column(self, name: str) -> None:
         having = [source for source in self._sources if name in source.obs_columns]

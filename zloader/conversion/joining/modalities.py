@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.messages import listed
 from zloader.conversion.joining.content import Content, RearrangedContent
-from zloader.conversion.joining.genes import GeneRule
-from zloader.conversion.joining.selection import Selection, keys_of
+from zloader.conversion.joining.selection import GeneRule, Selection, keys_of
 from zloader.conversion.sources.inputs import Input, Problems, refuse_unknown
 from zloader.conversion.sources.modality import MuDataInput, require_anndata
 from zloader.conversion.sources.reorder import Permutation
@@ -186,12 +185,7 @@ class WholeContent(Content):
                 for name in modalities:
                     with problems.noting():
                         source.row_of(name)
-        if len(sources) > 1:
-            self._require_unique_names()
-
-    def _require_unique_names(self) -> None:
-        names = self.obs_names()
-        if not names.is_unique:
+        if len(sources) > 1 and not (names := self.obs_names()).is_unique:
             repeated = names[names.duplicated()].unique()
             raise SourceError(
                 f"{len(repeated)} obs names occur in several sources, such as {listed(repeated, 3)}, but a MuData "

@@ -158,23 +158,19 @@ def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None
             raise SourceError(f"{location.name} cannot be opened ({error}): was it truncated during a copy?") from error
     with contextlib.ExitStack() as opened:
         opened.enter_context(file)
-        if _is_10x(Node(file, location.name)):
+        root = Node(file, location.name)
+        groups = (root[name] for name in root.names())  # Cell Ranger before version 3 wrote one per genome
+        if any(not group.is_array and "barcodes" in group and "indptr" in group for group in groups):
             raise SourceError(f"{location.name} is a 10x file. {conversion_of_10x(location.name, 'read_10x_h5')}")
         found: Input
         if modality is not None:
             found = ModalityInput(file, location, modality, objects=location.objects(), close=file.close)
-        elif is_mudata(Node(file, location.name)):
+        elif is_mudata(root):
             found = MuDataInput(file, location, objects=location.objects(), close=file.close)
         else:
             found = StoredInput(file, location.name, location.label, objects=location.objects(), close=file.close)
         opened.pop_all()
     return found
-
-
-def _is_10x(file: Node) -> bool:
-    """Whether Cell Ranger wrote an HDF5 file: version 3 or later, or older with one group per genome."""
-    groups = (file[name] for name in file.names())
-    return any(not group.is_array and "barcodes" in group and "indptr" in group for group in groups)
 
 
 def _open_zarr(location: SourceLocation, modality: str | None) -> list[Input]:

@@ -356,13 +356,10 @@ class ShuffledMatrix(SourceMatrix):
             rows = np.arange(n_rows, n_rows + len(window.lengths))
             n_rows += len(rows)
             if self._columns:
-                window = self._with_columns(window)
+                genes = self._permutation(window.genes.astype(np.int64))
+                order = np.lexsort((genes, np.repeat(np.arange(len(window.lengths)), window.lengths)))
+                window = dataclasses.replace(window, genes=genes[order], values=window.values[order])
             yield dataclasses.replace(window, positions=self._permutation(rows))
-
-    def _with_columns(self, window: Window) -> Window:
-        genes = self._permutation(window.genes.astype(np.int64))
-        order = np.lexsort((genes, np.repeat(np.arange(len(window.lengths)), window.lengths)))
-        return dataclasses.replace(window, genes=genes[order], values=window.values[order])
 
     def _add(self, window: Window) -> None:
         """Adds a window to the section, and writes the section once it is full."""

@@ -275,7 +275,10 @@ class DtypeScan:
         low, high = self._range or (int(least), int(most))
         self._range = low, high = min(low, int(least)), max(high, int(most))
         narrow = smallest_integer(low, high, below=self._dtype.itemsize)
-        self._narrows = narrow is not None and (self._dtype.kind != "f" or _same_bits(values, narrow))
+        self._narrows = narrow is not None
+        if narrow is not None and self._dtype.kind == "f":
+            bits = f"u{values.dtype.itemsize}"
+            self._narrows = np.array_equal(values.astype(narrow).astype(values.dtype).view(bits), values.view(bits))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -283,8 +286,3 @@ class DtypeScan:
         if not self._narrows or self._range is None:
             return self._dtype
         return smallest_integer(*self._range, below=self._dtype.itemsize) or self._dtype
-
-
-def _same_bits(values: NDArray[Any], narrow: np.dtype[Any]) -> bool:
-    bits = f"u{values.dtype.itemsize}"
-    return np.array_equal(values.astype(narrow).astype(values.dtype).view(bits), values.view(bits))
