@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zloader.commands.bench_run import BenchEpoch, BenchQuality, BenchRun, Prices, Sample
-from zloader.commands.demo import DemoRun, EpochFigures, LoadingFigures, Step
+from zloader.commands.demo_report import DemoRun, EpochFigures, LoadingFigures, Step
 from zloader.commands.report import Report
 from zloader.conversion.convert import ConversionReport
 from zloader.insight.quality import Quality

@@ -24,7 +24,8 @@ from forked import CLI
 from helpers import PATIENCE_S, processes_that_name, write_store
 
 import zloader as zl
-from zloader.commands.demo import DemoRun, EpochFigures, running_demo_server, write_access
+from zloader.commands.demo import running_demo_server, write_access
+from zloader.commands.demo_report import DemoRun, EpochFigures
 from zloader.commands.demo_run import Classifier, choose_label, run_demo
 from zloader.commands.report import unbroken
 from zloader.common.errors import MissingColumnError, OptionError

@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import torch
 from torch.nn import functional
 
-from zloader.commands.demo import DemoRun, EpochFigures, LoadingFigures, Step, TerminalOutput
+from zloader.commands.demo_report import DemoRun, EpochFigures, LoadingFigures, Step
 from zloader.commands.report import machine
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.records import Rows, Statistics
@@ -45,7 +46,7 @@ _LOADED_ROWS = 16_384  # at most, in each pass that only loads; takes a second o
 def run_demo(
     directory: Path,
     s3: SeaweedFS,
-    output: TerminalOutput,
+    output: Any,
     *,
     file: Path | None = None,
     label: str | None = None,
@@ -54,7 +55,8 @@ def run_demo(
 ) -> DemoRun:
     """Converts, trains and evaluates. Raises MissingColumnError or OptionError for an unsuitable label.
 
-    `directory` is for all files. Without a `file`, the cells are the bundled ones; without a `label`, it is chosen.
+    `directory` is for all files, and `output` a TerminalOutput. Without a `file`, the cells are the bundled ones;
+    without a `label`, it is chosen.
     """
     source = file or example_h5ad(directory / EXAMPLE)
     require_label(source, label)
@@ -202,7 +204,7 @@ class Classifier(torch.nn.Module):
 
 
 def _epochs(
-    dataset: Dataset, task: _Task, epochs: int, seed: int, output: TerminalOutput, steps: list[Step]
+    dataset: Dataset, task: _Task, epochs: int, seed: int, output: Any, steps: list[Step]
 ) -> Iterator[EpochFigures]:
     """Trains and evaluates each epoch, and appends every training step to `steps`."""
     train = task.loader(dataset, BlockShuffling(block_size=task.block_size, indices=task.train), seed)
