@@ -62,7 +62,8 @@ def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
             require_endpoint(endpoint)
             options["endpoint_url"] = endpoint
             # A self-hosted server may have no regions, but every signature includes one.
-            client.setdefault("region_name", _configured_region(session) or "us-east-1")
+            region = os.environ.get("AWS_REGION") or session.get_config_variable("region")
+            client.setdefault("region_name", region or "us-east-1")
         provider, secrets, found = _credentials(session, options)
     except BotoCoreError as error:
         raise AccessDeniedError(
@@ -114,11 +115,6 @@ def _configured_endpoint(session: Any) -> str | None:
         profile.get("endpoint_url"),
     )
     return next((endpoint for endpoint in endpoints if endpoint), None)
-
-
-def _configured_region(session: Any) -> str | None:
-    region: str | None = os.environ.get("AWS_REGION") or session.get_config_variable("region")
-    return region
 
 
 def _credentials(session: Any, options: dict[str, Any]) -> tuple[str, dict[str, str], str]:

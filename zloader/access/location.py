@@ -66,7 +66,7 @@ class Location:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise OptionError(f"cannot open {shown!r}: pass a local path or a URL that starts with {known}")
         if scheme != "file" and not authority:
-            raise OptionError(f"cannot open {shown!r}: the URL must have the form {scheme}://{_form(scheme)}")
+            raise OptionError(f"cannot open {shown!r}: the URL must have the form {scheme}://{self.kind.form}")
         if scheme != "file":
             self.kind.require_url(authority, shown)
         self._require_address(shown)
@@ -144,14 +144,9 @@ class Location:
         """Whether the path ends like the name of an HDF5 file."""
         return self.path.endswith(_HDF5_SUFFIXES)
 
-    @property
-    def is_writable(self) -> bool:
-        """Whether stores can be written to this location."""
-        return self.kind.is_writable
-
     def require_writable(self) -> None:
         """Raises OptionError if the location is read-only."""
-        if not self.is_writable:
+        if not self.kind.is_writable:
             raise OptionError(
                 f"cannot write to {self.url}: stores can only be written to a local path or s3://. Write the store "
                 "there, then copy it with the cloud provider's tools"
@@ -354,8 +349,4 @@ def _with_slashes(scheme: str, rest: str) -> str:
     """The URL that was meant by `scheme:rest` or `scheme:/rest`, without secrets."""
     if scheme.lower() == "file":
         return f"file://{Path(rest).absolute()}"
-    return _without_secrets(f"{scheme}://{rest.lstrip('/') or _form(scheme.lower())}")
-
-
-def _form(scheme: str) -> str:
-    return SCHEMES[scheme].form
+    return _without_secrets(f"{scheme}://{rest.lstrip('/') or SCHEMES[scheme.lower()].form}")

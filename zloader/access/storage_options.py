@@ -84,8 +84,5 @@ def _refuse_unknown(
         if name not in known:
             right = elsewhere.get(str(name).lower())
             near = f". Did you mean {right}?" if right else suggestion(name, known)
-            raise OptionError(f"there is no {name!r:.100} in {option}{near or f'; there are: {_listed(known)}'}")
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(sorted(names))
+            near = near or f"; there are: {', '.join(sorted(known))}"
+            raise OptionError(f"there is no {name!r:.100} in {option}{near}")

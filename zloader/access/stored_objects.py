@@ -19,20 +19,15 @@ import itertools
 import logging
 import os
 import stat
-from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from zloader.common.file_systems import has_stable_inodes
 
 log = logging.getLogger("zloader")
 
 TRUSTED_SINCE = 1451606400  # 2016-01-01: Zarr is younger, so an earlier time is artificial, set to make copies equal
-_ANY = "surrogatepass"  # a header of a web server may hold any bytes
 
 
 class StoredObject(NamedTuple):
@@ -48,80 +43,17 @@ class StoredObject(NamedTuple):
     stamp: str
 
 
-class Listing(Mapping[str, StoredObject]):
-    """The objects of a store by key, in the order of their keys.
-
-    It takes about 230 bytes per object. Every process that opens an atlas of 40 000 objects holds its listing, and in a
-    dict of StoredObjects it would take five times as much.
-    """
+class Listing(dict[str, StoredObject]):
+    """The objects of a store by key, in the order of their keys."""
 
     def __init__(self, objects: Iterable[tuple[str, StoredObject]]) -> None:
         """`objects` are pairs of a key and its object, in any order and each key once."""
-        keys: list[str] = []
-        texts, numbers = bytearray(), array("q")
-        for key, stored in objects:
-            begin = len(texts)
-            texts += stored.tag.encode("utf-8", _ANY)
-            middle = len(texts)
-            texts += stored.stamp.encode("utf-8", _ANY)
-            keys.append(key)
-            numbers.extend((stored.size, begin, middle, len(texts)))
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        self._keys = [keys[number] for number in order]
-        self._texts = bytes(texts)  # the tags and stamps of all objects
-        # Of each object: its size, where its tag begins in the texts, where its stamp begins, and where that ends.
-        self._numbers = np.frombuffer(numbers, np.int64).reshape(-1, 4)[order]
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        return self._find(key) is not None
-
-    def __getitem__(self, key: str) -> StoredObject:
-        found = self._find(key)
-        if found is None:
-            raise KeyError(key)
-        return self._object(*self._numbers[found].tolist())
-
-    def entries(self) -> Iterator[tuple[str, StoredObject]]:
-        """The keys and their objects, like `items()` but without looking up each key."""
-        for key, numbers in zip(self._keys, self._numbers, strict=True):
-            yield key, self._object(*numbers.tolist())
+        super().__init__(sorted(objects))
 
     @property
     def sizes(self) -> Sizes:
         """The size in bytes of each object, by key. It takes no memory of its own."""
         return Sizes(self)
-
-    def size(self, key: str) -> int:
-        """The size in bytes of an object. Raises KeyError."""
-        found = self._find(key)
-        if found is None:
-            raise KeyError(key)
-        return int(self._numbers[found, 0])
-
-    def total_bytes(self) -> int:
-        """The size in bytes of all objects together."""
-        return int(self._numbers[:, 0].sum())
-
-    def without_stamp(self) -> str | None:
-        """The key of the first object without a stamp, if there is one."""
-        found = np.flatnonzero(self._numbers[:, 2] == self._numbers[:, 3])
-        return self._keys[found[0]] if len(found) else None
-
-    def _find(self, key: object) -> int | None:
-        if not isinstance(key, str):
-            return None
-        place = bisect_left(self._keys, key)
-        return place if place < len(self._keys) and self._keys[place] == key else None
-
-    def _object(self, size: int, tag: int, stamp: int, end: int) -> StoredObject:
-        texts = self._texts
-        return StoredObject(size, texts[tag:stamp].decode("utf-8", _ANY), texts[stamp:end].decode("utf-8", _ANY))
 
 
 class Sizes(Mapping[str, int]):
@@ -140,12 +72,12 @@ class Sizes(Mapping[str, int]):
         return key in self._listing
 
     def __getitem__(self, key: str) -> int:
-        return self._listing.size(key)
+        return self._listing[key].size
 
 
 def fingerprint(listing: Listing) -> str:
     """A hash of the keys, sizes and tags of objects: 32 hexadecimal digits."""
-    return _digest((key, entry.size, entry.tag) for key, entry in listing.entries())
+    return _digest((key, entry.size, entry.tag) for key, entry in listing.items())
 
 
 def mirror_fingerprint(url: str, origin: str, listing: Listing) -> str | None:
@@ -153,7 +85,7 @@ def mirror_fingerprint(url: str, origin: str, listing: Listing) -> str | None:
 
     None, with a warning, if a change of some object could not be detected.
     """
-    unstamped = listing.without_stamp()
+    unstamped = next((key for key, entry in listing.items() if not entry.stamp), None)
     if unstamped is not None:
         log.warning(
             "cannot keep a mirror of %s: a change of %r could not be detected, because it has neither an ETag nor a "
@@ -162,7 +94,7 @@ def mirror_fingerprint(url: str, origin: str, listing: Listing) -> str | None:
             unstamped,
         )
         return None
-    return _digest(itertools.chain([origin], ((key, *entry) for key, entry in listing.entries())))
+    return _digest(itertools.chain([origin], ((key, *entry) for key, entry in listing.items())))
 
 
 def joint_fingerprint(fingerprints: Iterable[str]) -> str:

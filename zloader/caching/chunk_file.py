@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,14 +204,20 @@ class ChunkFile(ABC):
         begins = np.flatnonzero((first != np.append(-1, last[:-1])) | (chunks % piece == 0))
         ends = np.append(begins[1:], len(chunks))
         runs = zip(first[begins].tolist(), (last[ends - 1] - first[begins]).tolist(), strict=True)
+        done = self._allocate(list(runs))
+        return chunks[: ends[done - 1]] if done else chunks[:0]
+
+    def _allocate(self, runs: Sequence[tuple[int, int]]) -> int:
+        """Allocates runs `(offset, bytes)` of the file; returns how many of them fit. Unless all do, writing stops."""
         try:
-            done = self._directory.space.allocate(self._file, list(runs))
+            done = self._directory.space.allocate(self._file, runs)
         except OSError as error:
             self._stop_writing(error)
-            return chunks[:0]
-        if done < len(begins):
-            self._stop_at_limits()
-        return chunks[: ends[done - 1]] if done else chunks[:0]
+            return 0
+        if done < len(runs):
+            self.writable = False
+            log.info("the mirror %s has reached the limits of its cache; the rest is read from the store", self._path)
+        return done
 
     def release(self, chunks: Rows, leases: Leases) -> None:
         """Releases the owner's leases on chunks. Chunks that have been written meanwhile stay present."""
@@ -231,20 +237,12 @@ class ChunkFile(ABC):
         self._unrecorded = True
         return True
 
-    def _mark_present(self, chunk: int, content: NDArray[Any]) -> None:
-        """Makes a chunk visible to every process, once its bytes have been written."""
-        self._mark_all_present(chunk, np.array([checksum(content)], np.uint64))
-
-    def _mark_all_present(self, first: int, checksums: NDArray[np.uint64]) -> None:
-        """The same for consecutive chunks from `first` on."""
+    def _mark_present(self, first: int, checksums: NDArray[np.uint64]) -> None:
+        """Makes consecutive chunks from `first` on visible to every process, once their bytes have been written."""
         last = first + len(checksums)
         self._words[first:last] = checksums | np.uint64(PRESENT)
         for chunk in range(first, last):
             self._verified.add(chunk)
-
-    def _stop_at_limits(self) -> None:
-        self.writable = False
-        log.info("the mirror %s has reached the limits of its cache; other chunks are read from the store", self._path)
 
     def _stop_writing(self, error: OSError) -> None:
         if self.writable:

@@ -241,9 +241,8 @@ class DiskSpace:
     """
 
     def __init__(self, cache: Cache, place: Path) -> None:
-        self._cache = cache
-        self._place = place
-        self.limited = cache.max_bytes is not None or cache.least_free > 0
+        self._most, self._least_free, self._place = cache.most, int(cache.min_free_bytes), place
+        self.limited = cache.max_bytes is not None or self._least_free > 0
 
     def allocate(self, file: int, runs: Sequence[tuple[int, int]]) -> int:
         """Allocates the runs `(offset, bytes)` of a file, in order; returns how many of them fit.
@@ -283,8 +282,8 @@ class DiskSpace:
 
     def _bytes_left(self) -> int:
         disk = os.statvfs(self._place)
-        free = disk.f_bavail * disk.f_frsize - self._cache.least_free
-        return min(free, self._cache.most - cache_bytes(self._place) - _RESERVE_BYTES)
+        free = disk.f_bavail * disk.f_frsize - self._least_free
+        return min(free, self._most - cache_bytes(self._place) - _RESERVE_BYTES)
 
     def _drop_one(self) -> bool:
         for entry in mirrors(self._place):

@@ -118,7 +118,7 @@ def may_be_decoded(directory: MirrorDirectory, key: str) -> bool:
 def save_listing(directory: MirrorDirectory, origin: str, objects: Listing) -> None:
     """Saves origin and objects of a store for `load_listing`, unless they are saved already."""
     if load_object(directory, _LISTING) is None:
-        listed = {key: list(entry) for key, entry in objects.entries()}
+        listed = {key: list(entry) for key, entry in objects.items()}
         save_object(directory, _LISTING, json.dumps({"origin": origin, "objects": listed}).encode())
 
 

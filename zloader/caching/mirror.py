@@ -125,7 +125,7 @@ class MirrorArray(ChunkFile):
         chunks = np.arange(first, int(self.layout.chunk_of(begin + len(elements) - 1)) + 1)
         starts, stops = (bounds - begin for bounds in self.layout.chunk_bounds(chunks))
         pieces = zip(starts.tolist(), stops.tolist(), strict=True)
-        self._mark_all_present(first, np.array([checksum(elements[a:b]) for a, b in pieces], np.uint64))
+        self._mark_present(first, np.array([checksum(elements[a:b]) for a, b in pieces], np.uint64))
 
     def fill(self, windows: Iterable[NDArray[Any]]) -> NDArray[Any] | None:
         """Writes all elements, given in windows of any size, and then marks all chunks as present.
@@ -140,7 +140,7 @@ class MirrorArray(ChunkFile):
             for chunk, piece in _pieces(content, offset, self.decoded_chunk_bytes):
                 checksums[chunk] = google_crc32c.extend(int(checksums[chunk]), piece)
             offset += len(content)
-        self._mark_all_present(0, checksums)
+        self._mark_present(0, checksums)
         return self.complete()
 
 

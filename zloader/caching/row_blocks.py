@@ -22,6 +22,7 @@ from zloader.common import page_cache
 from zloader.common.compiled import compiled
 from zloader.common.records import Rows
 from zloader.storage.coded_rows import ALIGNED, ENTRY, ENTRY_BYTES, most_bytes
+from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout, MatrixLayout, distinct
 
 # Rows of a block, which takes 50 to 100 KB, so that little of its last page is unused. It is read from the store as a
@@ -133,22 +134,10 @@ class RowBlocks(ChunkFile):
 
     def keep(self, block: int, offset: int, content: NDArray[np.uint8]) -> None:
         """Writes a block into its room. After a failure (full disk) or at the limits, writes no more."""
-        if not self.writable or not self._has_space(offset, len(content)) or not self._write(offset, content):
+        if not self.writable or not self._allocate([(offset, len(content))]) or not self._write(offset, content):
             return
         self._places[0][block], self._places[1][block] = offset, len(content)
-        self._mark_present(block, content)
-
-    def _has_space(self, offset: int, n_bytes: int) -> bool:
-        if not self.limited:
-            return True
-        try:
-            if self._directory.space.allocate(self._file, [(offset, n_bytes)]):
-                return True
-        except OSError as error:
-            self._stop_writing(error)
-        else:
-            self._stop_at_limits()
-        return False
+        self._mark_present(block, np.array([checksum(content)], np.uint64))
 
     @property
     def bytes_in_all(self) -> int:

@@ -171,8 +171,3 @@ class Cache:
     def most(self) -> int:
         """`max_bytes` as a number; without a limit, a number larger than any disk."""
         return MAX_COUNT if self.max_bytes is None else int(self.max_bytes)
-
-    @property
-    def least_free(self) -> int:
-        """`min_free_bytes` as a number."""
-        return int(self.min_free_bytes)

@@ -35,7 +35,7 @@ def conversion_of(location: Location) -> str:
     """The command that converts a source to a store beside it, or in the working directory if it is read-only."""
     source = location.url.rstrip("/")
     store = re.sub(r"\.(h5ad|h5mu|h5|hdf5)$", "", source) + ".zarr"
-    if not location.is_writable:
+    if not location.kind.is_writable:
         store = store.rpartition("/")[2]
     command = shlex.join(["zloader", "convert", source, store])
     return f"Convert it once: {command} (in Python: zl.convert({source!r}, {store!r}))"

@@ -106,7 +106,7 @@ def summarize(dataset: Dataset) -> StoreSummary:
         rows=dataset.n_obs,
         genes=dataset.n_vars,
         objects=sum(len(store.objects) for store in stores),
-        stored_bytes=sum(store.objects.total_bytes() for store in stores),
+        stored_bytes=sum(sum(store.objects.sizes.values()) for store in stores),
         obs=[_column(stores, name) for name in dataset.obs_columns],
         matrices=[_matrix(dataset, name) for name in dataset.matrix_names],
         others=[

@@ -9,7 +9,6 @@ import bz2
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numcodecs
@@ -23,14 +22,6 @@ PREFIX = "numcodecs."  # of the codecs that zarr-python takes from numcodecs
 PCODEC = "pcodec"
 INSTALL_PCODEC = 'pip install "zloader[pcodec]"'
 _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chain:
-    """The codecs of a chunk: `coders` encode it in this order. If `checked`, the crc32c of the result comes last."""
-
-    coders: Sequence[Any]
-    checked: bool
 
 
 # Compressors of the standard library, as objects that decompress a stream up to a given size.
@@ -86,7 +77,7 @@ def decode_within(coder: Any, stored: Any, dtype: np.dtype[Any], n: int) -> Any:
 def _header_size(name: str, stored: Any, default: int) -> int:
     """The decoded size in the header of a blosc or lz4 chunk; `default` for other compressors."""
     at = {"blosc": 4, "lz4": 0}.get(name)
-    return default if at is None else _number(stored, at, 4)
+    return default if at is None else number(stored, at, 4)
 
 
 def _decompressed(coder: Any, stored: Any, most: int) -> bytes:
@@ -102,7 +93,8 @@ def _decompressed(coder: Any, stored: Any, most: int) -> bytes:
     return plain
 
 
-def _number(stored: Any, at: int, size: int) -> int:
+def number(stored: Any, at: int, size: int) -> int:
+    """The little-endian number in `size` bytes from byte `at` on."""
     return int.from_bytes(bytes(stored[at : at + size]), "little")
 
 
@@ -111,16 +103,16 @@ def is_whole_blosc(stored: Any) -> bool:
 
     Bytes 4-7 of the header hold the decoded size, bytes 12-15 the stored size.
     """
-    return len(stored) >= 16 and _number(stored, 12, 4) == len(stored)
+    return len(stored) >= 16 and number(stored, 12, 4) == len(stored)
 
 
 def _zstd_size(stored: Any, default: int) -> int:
     """The decoded size in the header of a zstd frame (RFC 8878, 3.1.1.1), or `default` if it is not there."""
-    described = _number(stored, 4, 1)
+    described = number(stored, 4, 1)
     single_segment, code = described >> 5 & 1, described >> 6
     size = (single_segment, 2, 4, 8)[code]
     at = 5 + (1 - single_segment) + (0, 1, 2, 4)[described & 3]
-    return _number(stored, at, size) + 256 * (size == 2) if size else default
+    return number(stored, at, size) + 256 * (size == 2) if size else default
 
 
 def has_pcodec() -> bool:
@@ -137,8 +129,10 @@ def require_packages(names: Iterable[str], path: str) -> None:
         raise FormatError(f"{path} is encoded with pcodec, which is not installed: {INSTALL_PCODEC}")
 
 
-def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> Chain:
-    """The chain that the `codecs` of the array at `path` describe (see ArrayLayout).
+def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> tuple[list[Any], bool]:
+    """The coders of a chunk, in the order in which they encode it, and whether the crc32c of the result comes last.
+
+    The `codecs` of the array at `path` describe them (see ArrayLayout).
 
     Raises FormatError for a codec that cannot be read, and for pcodec if the package is not installed.
     """
@@ -148,12 +142,8 @@ def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> Chain:
     require_packages(names, path)
     if not {"bytes", PREFIX + PCODEC} & {*names}:
         raise _unreadable(path, names, names[-1])
-    coders = [_coder(codec, path, names) for codec in inner if not _is_plain_bytes(codec)]
-    return Chain(coders=coders, checked=checked)
-
-
-def _is_plain_bytes(codec: Mapping[str, Any]) -> bool:
-    return codec["name"] == "bytes" and _settings(codec).get("endian") in ("little", None)
+    plain = [codec["name"] == "bytes" and _settings(codec).get("endian") in ("little", None) for codec in inner]
+    return [_coder(codec, path, names) for codec, each in zip(inner, plain, strict=True) if not each], checked
 
 
 def _settings(codec: Mapping[str, Any]) -> dict[str, Any]:

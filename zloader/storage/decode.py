@@ -27,7 +27,7 @@ from zloader.common.errors import CorruptChunkError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.storage import hdf5_filters
-from zloader.storage.coders import PCODEC, chain_of, decode_within, is_whole_blosc, sizes_before
+from zloader.storage.coders import PCODEC, chain_of, decode_within, is_whole_blosc, number, sizes_before
 from zloader.storage.layout import ArrayLayout
 
 Bytes = NDArray[np.uint8]
@@ -128,7 +128,7 @@ class Decoder:
     def _decode_whole(self, stored: Bytes, whole: NDArray[Any]) -> None:
         """Decodes all elements of a chunk, with an error that says what is wrong."""
         if self._checked:
-            if len(stored) < 4 or google_crc32c.value(stored[:-4]) != _uint32(stored, len(stored) - 4):
+            if len(stored) < 4 or google_crc32c.value(stored[:-4]) != number(stored, len(stored) - 4, 4):
                 raise CorruptChunkError("its crc32c differs from the stored crc32c")
             stored = stored[:-4]
         if self._layout.cut:
@@ -150,16 +150,6 @@ def decodes_in_numpy(layout: ArrayLayout) -> bool:
     return not layout.codecs or layout.codecs[0]["name"] != hdf5_filters.NAME
 
 
-def _is_whole_delta(coder: Any, dtype: np.dtype[Any]) -> bool:
-    """Whether a coder stores differences of integers in the dtype of the array."""
-    return isinstance(coder, numcodecs.Delta) and dtype.kind in "iu" and coder.dtype == coder.astype == dtype
-
-
-def _uint32(stored: Bytes | bytes, at: int) -> int:
-    value: int = int.from_bytes(bytes(stored[at : at + 4]), "little")
-    return value
-
-
 def _copy(stored: Bytes, out: NDArray[Any]) -> None:
     target = out.view(np.uint8)
     if len(stored) != len(target):
@@ -168,7 +158,7 @@ def _copy(stored: Bytes, out: NDArray[Any]) -> None:
 
 
 def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
-    if not is_whole_blosc(stored) or _uint32(stored, 4) != out.nbytes:
+    if not is_whole_blosc(stored) or number(stored, 4, 4) != out.nbytes:
         raise ValueError(f"its blosc header does not match {out.nbytes} decoded and {len(stored)} stored bytes")
     numcodecs.blosc.decompress(stored, out)
 
@@ -186,15 +176,11 @@ def _decompressor_of(layout: ArrayLayout) -> tuple[bool, bool, Callable[[Bytes, 
     """Whether a chunk ends with its checksum, whether it holds differences, and a function that decompresses it."""
     if layout.codecs and layout.codecs[0]["name"] == hdf5_filters.NAME:
         return False, False, hdf5_filters.Hdf5Filters(**layout.codecs[0]["configuration"]).decompress
-    chain = chain_of(layout.codecs, layout.path)
-    coders = list(chain.coders)
+    coders, checked = chain_of(layout.codecs, layout.path)
+    delta, dtype = coders[0] if coders else None, layout.dtype
     # Other differences, such as those of floats, are left to numcodecs.
-    differences = bool(coders) and _is_whole_delta(coders[0], layout.dtype)
-    return (
-        chain.checked,
-        differences,
-        _decompressor(coders[1:] if differences else coders, layout.dtype, layout.chunk_elements),
-    )
+    differences = isinstance(delta, numcodecs.Delta) and dtype.kind in "iu" and delta.dtype == delta.astype == dtype
+    return checked, differences, _decompressor(coders[differences:], dtype, layout.chunk_elements)
 
 
 def _decompressor(coders: Sequence[Any], dtype: np.dtype[Any], n: int) -> Callable[[Bytes, NDArray[Any]], None]:

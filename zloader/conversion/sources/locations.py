@@ -106,7 +106,7 @@ class SourceLocation:
         """All files of the source; for a Zarr that cannot be listed, only the metadata files of its root."""
         with _translated(self):
             if self.is_local:  # with the time of the last change, because programs set mtimes
-                files = list_files(self.path).entries()
+                files = list_files(self.path).items()
                 return [(key, each.size, f"{each.tag} {each.stamp}") for key, each in files]
             if not self.can_be_listed:
                 names = [self.path, *(f"{self.path}/{name}" for name in ("zarr.json", ".zmetadata"))]

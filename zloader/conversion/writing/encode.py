@@ -145,17 +145,17 @@ class ChunkEncoder:
 
     def __init__(self, layout: ArrayLayout) -> None:
         self.dtype = layout.dtype.newbyteorder("<")
-        self._chain = chain_of(layout.codecs, layout.path)
+        self._coders, self._checked = chain_of(layout.codecs, layout.path)
 
     def encode(self, elements: NDArray[Any], chunk_elements: int) -> bytes:
         """The stored bytes of one chunk, padded with zeros to `chunk_elements`."""
         encoded: Any = np.ascontiguousarray(elements, self.dtype)
         if len(encoded) < chunk_elements:
             encoded = np.concatenate([encoded, np.zeros(chunk_elements - len(encoded), self.dtype)])
-        for coder in self._chain.coders:
+        for coder in self._coders:
             encoded = coder.encode(encoded)
         body: bytes = ensure_bytes(encoded)
-        return _with_checksum(body) if self._chain.checked else body
+        return _with_checksum(body) if self._checked else body
 
 
 def zarr_codecs(codec: str, dtype: np.dtype[Any], *, ascending: bool = False) -> dict[str, Any]:
