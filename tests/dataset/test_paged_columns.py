@@ -242,7 +242,7 @@ def test_several_stores(tmp_path, unlike):
     pd.testing.assert_index_equal(dataset.categories("cell_type"), wanted["cell_type"].categories)
     np.testing.assert_array_equal(dataset.obs_column("cell_type").values, wanted["cell_type"].values)
     again = zl.open_dataset(urls, cache=tmp_path / "cache")
-    assert again.observations.paged_column("cell_type", zl.FetchOptions()) is None, "it is in the cache, joined"
+    assert not again.observations.paged_columns(["cell_type"], zl.FetchOptions()), "it is in the cache, joined"
 
 
 @pytest.mark.every(4)

@@ -127,7 +127,7 @@ class StatisticsPass:
         return statistics_of(numbers, self.matrices.gene_names(self.x), self.n_obs)
 
     def _moments(self) -> Numbers:
-        return self._numbers("moments", lambda x, _: Moments.of(x))
+        return self._numbers("moments", lambda x, _: Moments(x))
 
     def _numbers(self, name: str, sum_up: SumUp, title: str = "statistics of genes") -> Numbers:
         """What is summed up in each batch, batches x 3 x genes, from the cache if it is there.
@@ -287,4 +287,4 @@ def _exponentials(factor: float | None, x: CsrArrays, _: int) -> Moments:
             f"flavor='seurat' takes logarithms, and {values.max():g} is none, because its exponential overflows: "
             "for counts, give transforms=[zl.transforms.LogNormalize(1e4)]"
         )
-    return Moments.of(replace(x, values=powers))
+    return Moments(replace(x, values=powers))

@@ -211,16 +211,11 @@ class Observations:
                 return labels
         return self.column(name).labels
 
-    def paged_column(self, name: str, options: FetchOptions) -> PagedColumn | None:
-        """A large obs column whose rows are loaded with each fetch. None for any other, and if it was read whole."""
-        if name in self._columns:
-            return None
-        self.require_usable([name])
-        return self.paged.obs(name, options)
-
     def paged_columns(self, names: Sequence[str], options: FetchOptions) -> dict[str, PagedColumn]:
-        """Those of some obs columns whose rows are loaded with each fetch."""
-        return {name: paged for name in names if (paged := self.paged_column(name, options)) is not None}
+        """Those of some obs columns that are large, whose rows are loaded with each fetch, unless they were read."""
+        names = [name for name in names if name not in self._columns]
+        self.require_usable(names)
+        return {name: paged for name in names if (paged := self.paged.obs(name, options)) is not None}
 
     def require_columns(self, names: Sequence[str]) -> None:
         """Raises MissingColumnError for the first name that some store lacks."""

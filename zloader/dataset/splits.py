@@ -20,7 +20,7 @@ from zloader.common.records import Rows, windows_of
 from zloader.order.permutation import key_of, permute
 from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask
-from zloader.selecting.groups import count_codes, groups_of
+from zloader.selecting.groups import by_value, count_codes, groups_of
 
 Names = str | Sequence[str]
 Shares = Sequence[float] | Mapping[str, float]
@@ -140,24 +140,15 @@ def _spread(
     n_labels, reached = len(counts), np.zeros(len(counts), np.int64)
     for window in codes:
         parts = np.empty(len(window), np.min_scalar_type(len(sizes)))
-        for label, rows in _by_label(window, n_labels):
+        of_labels: Iterable[tuple[int, Any]] = [(0, slice(None))]
+        if n_labels > 1:  # the code -1 counts as the last label; small numbers sort fastest
+            of_labels = by_value((window.astype(np.int64) % n_labels).astype(np.min_scalar_type(n_labels)))
+        for label, rows in of_labels:
             number = reached[label] + np.arange(len(parts[rows]))  # rank of each row among the rows with its label
             position = permute(number, int(counts[label]), key_of(seed, label))
             parts[rows] = np.searchsorted(ends[label], position, side="right")
             reached[label] += len(number)
         yield parts
-
-
-def _by_label(codes: NDArray[np.integer], n_labels: int) -> Iterator[tuple[int, Rows | slice]]:
-    """The rows of each label in a window, ascending. The code -1 counts as the last label."""
-    if n_labels == 1:
-        yield 0, slice(None)
-        return
-    labels = (codes.astype(np.int64) % n_labels).astype(np.min_scalar_type(n_labels))  # small, which sorts fastest
-    order = np.argsort(labels, kind="stable")
-    firsts = np.searchsorted(labels[order], np.arange(n_labels + 1))
-    for label in np.flatnonzero(np.diff(firsts)).tolist():
-        yield label, order[firsts[label] : firsts[label + 1]]
 
 
 def _quotas(counts: Rows, sizes: Rows) -> Rows:

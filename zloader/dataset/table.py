@@ -6,6 +6,7 @@ the rows of them that it has. `dataset.py` adds which rows these are: selecting 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,10 @@ from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
-from zloader.common.records import CacheStatistics, Rows, X
+from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
+from zloader.dataset.elements import load_anndata
 from zloader.dataset.gene_statistics import Batches, StatisticsPass, batches_of
-from zloader.dataset.in_memory import as_anndata, used_categories
+from zloader.dataset.in_memory import as_scipy, used_categories
 from zloader.dataset.matrices import Matrices
 from zloader.dataset.modalities import modality_of
 from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
@@ -250,13 +252,16 @@ class Table:
         obs = self.observations.frame_of(chosen)
         if len(np.unique(chosen)) < self.observations.n_rows:
             obs = used_categories(obs)
-        return as_anndata(
-            matrices.pop("X", None),
-            obs=obs,
-            obsm={name: self.observations.arrays.rows(name, chosen) for name in self.observations.arrays.usable},
-            var=self.var,
-            layers={path.removeprefix("layers/"): values for path, values in matrices.items()},
-        )
+        of_anndata = {path: as_scipy(x) if isinstance(x, CsrArrays) else x for path, x in matrices.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Observation names are not unique")  # if rows are repeated
+            return load_anndata().AnnData(
+                X=of_anndata.pop("X", None),
+                obs=obs,
+                obsm={name: self.observations.arrays.rows(name, chosen) for name in self.observations.arrays.usable},
+                var=self.var,
+                layers={path.removeprefix("layers/"): values for path, values in of_anndata.items()},
+            )
 
     def head(self, n: int = 5) -> pd.DataFrame:
         """The obs columns of the first `n` rows. `take(range(n))` has their values too.

@@ -106,17 +106,10 @@ def _accumulate(
 class Moments:
     """The number, mean and squared distances from the mean of each gene's values other than zero, over some rows."""
 
-    def __init__(self, n_genes: int) -> None:
-        self.n_obs = 0
-        self.nonzero, self.mean, self.squares = np.zeros((3, n_genes))
-
-    @classmethod
-    def of(cls, x: CsrArrays) -> Moments:
-        """Those of some rows."""
-        found = cls(x.n_genes)
-        found.n_obs = len(x.indptr) - 1
-        _accumulate(x.values, x.indices, found.nonzero, found.mean, found.squares)
-        return found
+    def __init__(self, x: CsrArrays) -> None:
+        self.n_obs = len(x.indptr) - 1
+        self.nonzero, self.mean, self.squares = np.zeros((3, x.n_genes))
+        _accumulate(x.values, x.indices, self.nonzero, self.mean, self.squares)
 
     @property
     def nbytes(self) -> int:

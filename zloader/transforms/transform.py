@@ -237,11 +237,8 @@ def bound_transforms(
                 f"{later[0]} looks at all genes of a row, but {transform} before it has numbers for the chosen genes "
                 f"only: list {later[0]} first"
             )
-    return tuple(_bound(transform, columns) for transform in transforms)
-
-
-def _bound(transform: Transform, columns: Columns) -> Transform:
-    bound: Any = transform.bound(columns)
-    if not isinstance(bound, Transform):
-        raise OptionError(f"bound of {transform} must return the transform for these columns, not {bound!r:.100}")
+    bound = tuple(transform.bound(columns) for transform in transforms)
+    for transform, given in zip(transforms, bound, strict=True):
+        if not isinstance(given, Transform):
+            raise OptionError(f"bound of {transform} must return the transform for these columns, not {given!r:.100}")
     return bound
