@@ -270,7 +270,7 @@ WRONG = {
     "a dataset": (lambda d: d, {}, "a zl.Loader, not Dataset"),
     "another rank": (lambda d: zl.Loader(d, rank=1, world_size=2), {}, "rank 1 of 2, but this is process 0 of 1"),
     "not its rank": (zl.Loader, {"num_processes": 2}, r"rank 0 of 1, .* process 0 of 2 .*world_size=accelerator\."),
-    "uneven": (lambda d: zl.Loader(d, rank=1, world_size=4), {"num_processes": 4, "process_index": 1}, "'pad'"),
+    "uneven": (lambda d: zl.Loader(d, rank=1, world_size=4), {"num_processes": 4, "process_index": 1}, "drop_last"),
     "another device": (lambda d: other_device(zl.Loader(d)), {}, "'cuda:1', but the accelerator's device is 'cpu'"),
     "no tensors": (lambda d: zl.Loader(d, layout="scipy"), {"device": torch.device("meta")}, "no tensors"),
     "tensor parallel": (zl.Loader, {"parallelism_config": SimpleNamespace(non_data_parallel_size=2)}, "same rows"),
@@ -413,7 +413,7 @@ def test_two_processes(dataset: zl.Dataset, interpreter: Any, tmp_path: Any) -> 
         assert sorted(each["gathered"]) == list(range(N_ROWS))
         assert each["rest"] == each["resumed"] == epochs[1][3:]
         np.testing.assert_allclose(each["placed"], np.asarray(ADATA.X[:67].sum(axis=1)).ravel())
-        assert "'pad'" in each["uneven"]
+        assert "drop_last=True" in each["uneven"]
         assert "per process" in each["split"]
         assert "not DataLoader" in each["wrapped"]
         assert "TypeError" in each["sharded twice"]

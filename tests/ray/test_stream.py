@@ -101,10 +101,6 @@ class Killer:
         return found
 
 
-def unchanged(minibatch: zl.Minibatch) -> zl.Minibatch:
-    return minibatch
-
-
 LAYOUTS = {
     "csr": {},
     "dense": {"layout": "dense", "dtype": "float64"},
@@ -518,8 +514,6 @@ def test_groups_are_as_small_as_the_share_of_a_producer(cluster, store):
     plan, (first, *_) = producers.pickled(loader.plan(0)), loader.plan(0).remaining()
     sizes = {share: [len(items) for items, _ in producer.make(0, plan, first, share)] for share in (1, 1 << 20)}
     assert sizes == {1: [1] * 4, 1 << 20: [4]}
-    producer.open(producers.pickled(loader_of(store, batch_transform=unchanged).recipes()))
-    assert [len(items) for items, _ in producer.make(1, plan, first, 1)] == [4]  # as many at once as in a loader
 
 
 @pytest.mark.any_version
