@@ -222,7 +222,7 @@ def test_the_commands_are_those_that_ci_runs():
     for marker in ("tests", "demo"):
         command = fenced(README.read_text(), marker)
         assert command.count("\n") == 1
-        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e ")
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ")
     ci = ROOT / ".ci" / "run"
     assert os.access(ci, os.X_OK)
     assert "for name in tests demo" in ci.read_text()

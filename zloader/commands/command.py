@@ -72,8 +72,15 @@ def _plain_warnings() -> Iterator[None]:
         warnings.formatwarning = before
 
 
+_ORDER = ("demo", "convert", "verify", "info", "warm", "cache", "bench", "doctor")
+
+
 class _Commands(typer.core.TyperGroup):
     """Prints errors as one line, and exits with status 128 + N on signal N once all contexts have been left."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order in which a newcomer needs them."""
+        return sorted(super().list_commands(ctx), key=_ORDER.index)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if advice := advice_for_command(args[0]):
