@@ -138,11 +138,11 @@ def _address(files: Any, path: str, *, quoted: bool = True) -> str:
 
 
 class ObjectAddress(NamedTuple):
-    """Where an object is now: a URL, the headers that reading it needs, and the object's tag."""
+    """Where an object is now: a URL, the headers for reading it, and the object's tag, if answers have none."""
 
     url: str
-    headers: dict[str, str]
-    tag: str
+    headers: Mapping[str, str]
+    tag: str | None
 
 
 @dataclass(kw_only=True)
@@ -181,28 +181,31 @@ class HubAddresses:
             self._asking[key].add_done_callback(lambda _: self._asking.pop(key, None))
         return await asyncio.shield(self._asking[key])  # other reads of the object wait for the same answer
 
-    def forget(self, key: str) -> bool:
-        """Has an address that may have expired looked up before the next read. Returns whether it was known."""
-        return self._found.addresses.pop(key, None) is not None
+    def forget(self, key: str) -> None:
+        """Has an address that may have expired looked up before the next read."""
+        self._found.addresses.pop(key, None)
 
     async def _ask(self, key: str) -> ObjectAddress:
         async with self._turns:
             await asyncio.sleep(max(0.0, self._found.silent_until - time.monotonic()))
             asked_s = time.monotonic()
-            try:
-                found = await aside(self._metadata, key)
-            except Exception as error:
-                until = time.monotonic() + rate_limit_s(error)
-                self._found.silent_until = max(self._found.silent_until, until)
-                raise
+            address = await aside(self._look_up, key)
+        self._found.addresses[key] = (asked_s, address)
+        return address
+
+    def _look_up(self, key: str) -> ObjectAddress:
+        try:
+            found = self._metadata(key)
+        except Exception as error:
+            until = time.monotonic() + rate_limit_s(error)
+            self._found.silent_until = max(self._found.silent_until, until)
+            raise
         at_hub = found.location.startswith(self._files.endpoint)  # a small file, which the Hub itself sends
         headers = self._files._api._build_hf_headers() if at_hub else {}
         tag = f"{found.commit_hash} {found.etag}"
         if not self._location.revision:
             tag = found.xet_file_data.file_hash if found.xet_file_data else ""
-        address = ObjectAddress(found.location, headers, tag)
-        self._found.addresses[key] = (asked_s, address)
-        return address
+        return ObjectAddress(found.location, headers, tag)
 
     def _metadata(self, key: str) -> Any:
         from huggingface_hub import get_hf_file_metadata
@@ -212,6 +215,16 @@ class HubAddresses:
         address = _address(self._files, f"{self._location.path}/{key}")
         endpoint, token = self._files.endpoint, self._files.token
         return get_hf_file_metadata(address, token=token, endpoint=endpoint, timeout=_TIMEOUT_S)
+
+
+class WebAddresses(HubAddresses):
+    """The addresses to which a web server redirects reads of a store's objects."""
+
+    def _look_up(self, key: str) -> ObjectAddress:
+        from zloader.access.web import address_of
+
+        url, headers = address_of(self._location.filesystem(), f"{self._location.path}/{key}")
+        return ObjectAddress(url, headers, None)
 
 
 def rate_limit_s(error: BaseException) -> float:

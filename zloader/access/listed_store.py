@@ -91,6 +91,10 @@ class ListedStore(Store):
         """
         self._arrays |= codecs_of_arrays(key, document)
 
+    def forget_arrays(self) -> None:
+        """Forgets the arrays of metadata that turned out to be stale."""
+        self._arrays.clear()
+
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
         """Like `get`, but without any checks."""
         return await self._store.get(key, prototype, byte_range)

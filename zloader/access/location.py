@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import zarr.abc.store
@@ -27,9 +27,6 @@ from zloader.access.stored_objects import Listing, StoredObject, find_file, list
 from zloader.common.checks import absolute_path
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.messages import reason_of, suggestion
-
-if TYPE_CHECKING:
-    from zloader.access.web import WebFiles
 
 _HDF5_SUFFIXES = (".h5ad", ".h5mu", ".h5", ".hdf5")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -179,16 +176,17 @@ class Location:
         Raises StoreNotFoundError if there are none, and AccessDeniedError if the credentials do not permit listing.
         """
         if self.is_web:
-            from zloader.access import web_listing
+            from zloader.access import web, web_listing
 
             filesystem = self.filesystem()
             try:
                 return Listing(web_listing.listing(filesystem, self.path, self.zarr_store(read_only=True)).items())
             except StoreNotFoundError:
-                found = self._hdf5_file(filesystem)
+                parent, _, name = self.path.rpartition("/")
+                found = web.find(filesystem, parent, [name])
                 if not found:
                     raise
-                return Listing(found.items())
+                return Listing([("", found[name])])  # a file
         with self.translated("list"):
             try:
                 listed = self._found()
@@ -276,13 +274,11 @@ class Location:
                     raise first_byte
         return None
 
-    def _hdf5_file(self, filesystem: WebFiles) -> dict[str, StoredObject]:
-        """The object at a web address that ends like the name of an HDF5 file, if it exists."""
-        from zloader.access import web
-
-        parent, _, name = self.path.rpartition("/")
-        found = web.find(filesystem, parent, [name]) if self.is_named_hdf5 else {}
-        return {"": found[name]} if found else {}
+    def first_bytes(self) -> bytes:
+        """The first 256 bytes of the object at the URL itself, to tell what it is. Raises StoreError."""
+        with self.translated("read"):
+            first: bytes = self.filesystem().cat_file(self.path, 0, 256)
+            return first
 
     def find_object(self, key: str) -> StoredObject | None:
         """The current state of one object; None if it does not exist. Raises StoreError."""

@@ -1,7 +1,8 @@
 """Files on a web server: a file system for fsspec, and whether objects exist.
 
 The first byte of each object is requested, 64 objects at a time. The response contains the size and ETag, and proves
-that the server supports byte ranges. Redirects are not followed, since TensorStore does not follow them either.
+that the server supports byte ranges. Redirects are followed. TensorStore does not follow them, so it reads an object
+at the address to which the server redirects, which is asked for again when its signature has expired.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ Answer = TypeVar("Answer")
 
 _CONCURRENCY = 64  # requests
 _ADVICE = 'pass the headers that the server requires in storage_options, such as {"headers": {"Authorization": ...}}'
+_OF_REQUEST = {"Host", "Range", "Accept-Encoding"}  # headers of one request, not of all
 _PAUSES_S = (0.2, 0.4, 0.8)  # before the retries of a transient failure
 _MOST_WAIT_S = 60.0  # altogether, if the server says for how long
 _DEADLINE = aiohttp.ClientTimeout(total=30)  # per request
@@ -81,7 +83,8 @@ def web_files(storage_options: Mapping[str, Any], *, asynchronous: bool = False)
     headers = dict(storage_options.get("headers") or {})
     # Use the proxies set in the environment, as TensorStore does.
     client = {"trust_env": True}
-    return WebFiles(headers=headers, allow_redirects=False, client_kwargs=client, asynchronous=asynchronous)
+    client["requote_redirect_url"] = False  # a signature is valid only as it is written
+    return WebFiles(headers=headers, allow_redirects=True, client_kwargs=client, asynchronous=asynchronous)
 
 
 def find(filesystem: WebFiles, root: str, keys: Iterable[str]) -> dict[str, StoredObject]:
@@ -99,7 +102,7 @@ async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[st
     async def work() -> None:
         for key in keys:  # the workers share one iterator, so at most _CONCURRENCY keys are in memory
             path = f"{root}/{key}"
-            entry = await _with_retries(path, functools.partial(_first_byte, filesystem, path))
+            entry = await _with_retries(path, functools.partial(_first_byte, filesystem, path, _stored_object))
             if entry is not None:
                 found[key] = entry
 
@@ -137,13 +140,31 @@ def _failure(path: str, error: Exception) -> StoreError:
     return StoreError(f"cannot read {path}: {reason}. Is the address correct, and is its server running?")
 
 
-async def _first_byte(filesystem: WebFiles, path: str) -> StoredObject | None:
-    """The object at a path, or None, from a request for its first byte."""
+def address_of(filesystem: WebFiles, path: str) -> tuple[str, Mapping[str, str]]:
+    """Where an object is after redirects: its address, and the headers to send there. Raises the errors of `find`."""
+    found: tuple[str, Mapping[str, str]] = sync(
+        filesystem.loop, _with_retries, path, functools.partial(_first_byte, filesystem, path, _address)
+    )
+    return found
+
+
+def _address(response: aiohttp.ClientResponse, path: str) -> tuple[str, Mapping[str, str]]:
+    if response.status not in (200, 206):
+        _raise_for_status(response, path)
+    asked = response.history[0].url if response.history else response.url
+    kept = response.request_info.headers.items() if asked.origin() == response.url.origin() else ()
+    return str(response.url), {name: value for name, value in kept if name not in _OF_REQUEST}
+
+
+async def _first_byte(
+    filesystem: WebFiles, path: str, result: Callable[[aiohttp.ClientResponse, str], Answer]
+) -> Answer:
+    """What `result` makes of the answer to a request for the first byte of the object at a path."""
     headers = filesystem.kwargs["headers"] | {"Range": "bytes=0-0", "Accept-Encoding": "identity"}
     request = filesystem.kwargs | {"headers": headers, "timeout": _DEADLINE}
     session = await filesystem.set_session()
     async with session.get(filesystem.encode_url(path), **request) as response:
-        return _stored_object(response, path)
+        return result(response, path)
 
 
 def _stored_object(response: aiohttp.ClientResponse, path: str) -> StoredObject | None:
@@ -183,9 +204,6 @@ def _is_trusted(modified: str) -> bool:
 def _raise_for_status(response: aiohttp.ClientResponse, path: str, advice: str = _ADVICE) -> NoReturn:
     if response.status in (401, 403, 407):
         raise AccessDeniedError(f"access to {path} was denied (status {response.status}): {advice}")
-    if 300 <= response.status < 400:
-        target = response.headers.get("Location", "nowhere").partition("?")[0]  # the query may contain a signature
-        raise StoreError(f"{path} redirects to {target} (status {response.status}): open the store at that address")
     if response.status in (408, 429) or response.status >= 500:
         raise _BusyError(response.status, response.headers.get("Retry-After", ""))
     raise StoreError(f"cannot read {path}: the server returned status {response.status}")

@@ -6,8 +6,10 @@ Nodes are zarr groups and arrays. Keys are relative to the store.
 from __future__ import annotations
 
 import contextlib
+import logging
 import lzma
 import math
+import re
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +20,10 @@ import zarr
 import zarr.errors
 
 from zloader.common.errors import FormatError, MissingObjectError, ZloaderError
+from zloader.common.messages import listed
 from zloader.storage.layout import require_bytes
+
+log = logging.getLogger("zloader")
 
 _MAX_OBJECTS = 10**9  # per array
 # The exceptions that zarr and its codecs raise for invalid metadata and for bytes that cannot be decoded.
@@ -53,6 +58,40 @@ def open_zarr_group(store: Any, **options: Any) -> Any:
     """`zarr.open_group`, read-only, with these further options."""
     with no_codec_warnings():
         return zarr.open_group(store, mode="r", **options)
+
+
+def without_stale(group: zarr.Group, store: Any, url: str) -> zarr.Group:
+    """The group, or without its consolidated metadata, with a warning, if they do not have the nodes that are listed.
+
+    They would hide nodes that were added since, and show fill values for a column that was replaced. `store` is the
+    ListedStore of the group.
+    """
+    consolidated = group.metadata.consolidated_metadata
+    if consolidated is None:
+        return group
+    nodes = (re.fullmatch(r"(.+)/(?:zarr\.json|\.zarray|\.zgroup)", key) for key in store.sizes)
+    different = set(consolidated.flattened_metadata) ^ {node[1] for node in nodes if node}
+    if not different:
+        return group
+    log.warning("%s, so they are not used (%s)", _stale(url), listed(sorted(different), 3))
+    fresh: zarr.Group = open_zarr_group(store, zarr_format=group.metadata.zarr_format, use_consolidated=False)
+    store.forget_arrays()
+    return fresh
+
+
+def _stale(url: str) -> str:
+    return f"the consolidated metadata of {url} are stale (run zarr.consolidate_metadata({url!r}))"
+
+
+def require_fresh(node: Any, url: str) -> None:
+    """Raises FormatError if consolidated metadata say something else about the arrays of a node than is stored."""
+    for array in arrays_below(node):
+        try:
+            stored = zarr.open_array(array.store_path, mode="r", zarr_format=array.metadata.zarr_format)
+        except (*UNDECODABLE, OSError):
+            continue
+        if stored.metadata.to_dict() != array.metadata.to_dict():
+            raise FormatError(f"{array.path} of {url} cannot be read, because {_stale(url)}")
 
 
 def member_of(group: zarr.Group, path: str) -> Any:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
-from zloader.access.zarr_groups import UNDECODABLE, member_of, undecodable_key
+from zloader.access.zarr_groups import UNDECODABLE, member_of, require_fresh, undecodable_key
 from zloader.common.concurrent_calls import require_main_thread
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, ZloaderError
@@ -113,6 +113,7 @@ class StoredElements(ABC):
             raise
         except Exception as error:
             require_main_thread()
+            require_fresh(node, self.location.url)
             key = undecodable_key(node, start, stop)
             damaged = (
                 f", whose object {key} ({self._sizes[key]} bytes) is damaged"
@@ -365,8 +366,8 @@ class StoredElements(ABC):
         if self.modalities and axis != 0:
             raise FormatError(
                 f"the modalities of {self.location.url} share {'genes' if axis == 1 else 'rows and genes'} (axis "
-                f"{axis}), and not rows: open them one by one, such as {self.location.url.rstrip('/')}/mod/"
-                f"{self.modalities[0]}"
+                f"{axis}), and not rows: {'convert' if self.objects.keys() == {''} else 'open'} them one by one, such "
+                f"as {self.location.url.rstrip('/')}/mod/{self.modalities[0]}"
             )
 
 

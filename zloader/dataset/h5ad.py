@@ -19,7 +19,7 @@ from zloader.caching.kept_objects import MAX_BYTES, load_object, may_be_decoded,
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.locks import cached_property
 from zloader.common.options import Cache
-from zloader.common.other_formats import conversion_of_10x
+from zloader.common.other_formats import conversion_of_10x, conversion_of_hdf5
 from zloader.dataset.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
 from zloader.dataset.modalities import MUDATA
 from zloader.dataset.store import OpenedStore
@@ -73,7 +73,8 @@ class OpenedFile(OpenedStore):
         if encoding not in ("anndata", MUDATA):
             raise FormatError(
                 f"{url} is an HDF5 file, but not an .h5ad file of AnnData 0.8 or later: its root has encoding-type "
-                f"{encoding!r}, not 'anndata'. {conversion_of(self.location)}"
+                f"{encoding!r}, not 'anndata'. "
+                + (conversion_of(self.location) if {"obs", "var"} <= nodes.keys() else conversion_of_hdf5(url, nodes))
             )
         super().require_anndata()
 

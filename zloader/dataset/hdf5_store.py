@@ -39,6 +39,7 @@ from zloader.common.errors import (
     TruncatedObjectError,
 )
 from zloader.common.locks import cached_property
+from zloader.common.other_formats import why_unreadable
 from zloader.storage.decode import Decoder
 from zloader.storage.hdf5_filters import filters_codecs
 from zloader.storage.layout import ArrayLayout
@@ -207,17 +208,19 @@ def _ask(location: Location, listed: StoredObject, function: str, *arguments: An
             f"{location.url} cannot be read as HDF5: the library stopped ({error}). Is it damaged?"
         ) from error
     except ChildError as error:
-        raise _of_child(location.url, error) from error
+        raise _of_child(location, error) from error
 
 
-def _of_child(url: str, error: ChildError) -> StoreError:
+def _of_child(location: Location, error: ChildError) -> StoreError:
     """The error to raise for an exception of the child."""
-    name = type(error).__name__
+    url, name = location.url, type(error).__name__
     for kind in _READ_ERRORS:
         if kind.__name__ == name:
             return kind(str(error))
     if name == "Refused":
         return FormatError(f"{url}: {error}. {_CONVERT}")
+    if why := why_unreadable(location.first_bytes()):
+        return FormatError(f"{url} {why}")
     return FormatError(f"{url} cannot be read as HDF5: {error}. It is damaged, truncated, or still being written")
 
 

@@ -7,12 +7,10 @@ must be converted first, such as a 10x directory, is refused with how to convert
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
@@ -24,7 +22,7 @@ from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import Cache
-from zloader.common.other_formats import conversion_of_folder
+from zloader.common.other_formats import conversion_of_folder, why_unreadable
 from zloader.dataset.h5ad import OpenedFile
 from zloader.dataset.store import OpenedStore
 
@@ -39,8 +37,12 @@ def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
     """
     url, present = location.url.rstrip("/"), set(keys)
     if present == {""}:
-        if _is_hdf5(location):
+        if location.is_named_hdf5:  # its first bytes are looked at if it cannot be read
             return
+        if (first := location.first_bytes()).startswith(_HDF5_SIGNATURE):
+            return
+        if why := why_unreadable(first):
+            raise FormatError(f"{url} {why}")
         if url.endswith((".parquet", ".csv")):
             raise FormatError(
                 f"{url} is a table, not a store. To open many stores as one, give a list of their URLs, or convert "
@@ -53,15 +55,6 @@ def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
         raise FormatError(advice)
     if all(re.fullmatch(r"[^/]+\.h5ad", key) for key in keys):
         raise FormatError(f"{url} contains .h5ad files, not a Zarr store: open them with the glob '{url}/*.h5ad'")
-
-
-def _is_hdf5(location: Location) -> bool:
-    """Whether a location is an HDF5 file, by its name or, on a local disk, by its first bytes."""
-    if location.is_named_hdf5 or location.scheme != "file":
-        return location.is_named_hdf5
-    with contextlib.suppress(OSError), Path(location.path).open("rb") as file:
-        return file.read(len(_HDF5_SIGNATURE)) == _HDF5_SIGNATURE
-    return False
 
 
 _COLLECTION = "annbatch-preshuffled"

@@ -19,7 +19,7 @@ from zloader.access.file_source import FileSource
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
-from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys
+from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys, without_stale
 from zloader.caching.kept_objects import CachedMetadataStore, OfflineSource, save_listing
 from zloader.caching.mirror import (
     Mirror,
@@ -106,6 +106,7 @@ class OpenedStore(StoredElements):
         try:
             try:
                 group = open_zarr_group(store, zarr_format=known)
+                group = group if self.location.is_web else without_stale(group, store, self.location.url)
             except UNDECODABLE:  # a single array that zarr cannot read makes the consolidated metadata unusable
                 group = open_zarr_group(store, zarr_format=known, use_consolidated=False)
         except ZloaderError:

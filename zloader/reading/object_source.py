@@ -207,4 +207,4 @@ def _reader(location: Location) -> RangeReader:
 
     if (addresses := location.kind.addresses(location)) is not None:
         return tensorstore_reader.AddressReader(location, addresses)
-    return tensorstore_reader.TensorStoreReader(location)
+    return tensorstore_reader.WebReader(location) if location.is_web else tensorstore_reader.TensorStoreReader(location)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import tensorstore as ts
 
-from zloader.access.hub import HubAddresses, unfound
+from zloader.access.hub import HubAddresses, WebAddresses, unfound
 from zloader.access.kvstore import Credentials, http_spec, kvstore_spec, set_curl_timeouts
 from zloader.access.location import Location
 from zloader.access.object_stores import claim_process
@@ -17,6 +18,8 @@ from zloader.access.retry import MISSING, Answer, ReadFailure, classify_failure,
 from zloader.common.errors import AccessDeniedError, StoreError
 from zloader.common.messages import reason_of
 from zloader.common.records import Span
+
+_REDIRECT = re.compile(r"\[HTTP code 30[12378]\]")
 
 
 class TensorStoreReader:
@@ -66,14 +69,39 @@ class AddressReader:
             read.cancel()  # does nothing to a read that has ended
         if (failed := read.exception()) is not None:
             failure = classify_failure(reason_of(failed), advice)
-            is_outdated = failure.error is AccessDeniedError and self._addresses.forget(span.key)
-            return replace(failure, attempts=2) if is_outdated else failure
+            if failure.error is AccessDeniedError:  # maybe the address has expired
+                self._addresses.forget(span.key)
+                return replace(failure, attempts=2)
+            return failure
         result = read.result()
-        return MISSING if result.state == "missing" else Answer(tag=found.tag.encode(), stored=result.value)
+        return (
+            MISSING
+            if result.state == "missing"
+            else Answer(tag=result.stamp.generation if found.tag is None else found.tag.encode(), stored=result.value)
+        )
 
     def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
         found: Answer | ReadFailure = read.result()
         return found
+
+
+class WebReader(TensorStoreReader):
+    """A RangeReader of web servers. The first answer that is a redirect makes it an AddressReader."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        self._redirected: AddressReader | None = None
+
+    async def start(self, spans: Sequence[Span]) -> list[Any]:
+        return await (super().start(spans) if self._redirected is None else self._redirected.start(spans))
+
+    def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
+        if self._redirected is not None and isinstance(read, asyncio.Future):
+            return self._redirected.answer(span, read)
+        if read.exception() is not None and _REDIRECT.search(str(read.exception())):
+            self._redirected = self._redirected or AddressReader(self._location, WebAddresses(self._location))
+            return ReadFailure(answer="a redirect")
+        return super().answer(span, read)
 
 
 async def _open_kvstore(location: Location, credentials: Credentials) -> Any:

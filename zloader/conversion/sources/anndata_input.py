@@ -15,6 +15,7 @@ import pandas as pd
 
 from zloader.common.errors import SourceError
 from zloader.common.locks import cached_property
+from zloader.common.other_formats import conversion_of_hdf5
 from zloader.conversion.sources.locations import Objects
 from zloader.conversion.sources.nodes import Node, reading, require_names, require_text
 from zloader.conversion.sources.reorder import CscMatrix
@@ -133,6 +134,8 @@ class StoredInput(Input):
             available = ", ".join(self._root.names()) or "nothing"
             tables = self._root["tables"].names() if "tables" in self._root else []  # of a SpatialData
             advice = f". Its tables are AnnData: convert {self.name}/tables/{tables[0]}, for example" if tables else ""
+            if isinstance(self._root.native, h5py.Group):
+                advice = f". {conversion_of_hdf5(self.name, self._root.names())}"
             raise SourceError(
                 f"{self.name} has no {' and no '.join(missing)}, so it is not an AnnData. It holds: {available}{advice}"
             )

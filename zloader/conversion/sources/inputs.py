@@ -20,12 +20,12 @@ import scipy.sparse
 
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
-from zloader.access.zarr_groups import arrays_below, open_zarr_group, require_objects, stored_keys
+from zloader.access.zarr_groups import arrays_below, open_zarr_group, require_objects, stored_keys, without_stale
 from zloader.common.errors import OptionError, SourceError, ZloaderError
 from zloader.common.messages import listed
-from zloader.common.other_formats import conversion_of_10x, conversion_of_folder
+from zloader.common.other_formats import conversion_of_10x, conversion_of_folder, why_unreadable
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
-from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
+from zloader.conversion.sources.locations import BlockCache, SourceLocation, _translated, source_locations
 from zloader.conversion.sources.modality import ModalityInput, MuDataInput, is_mudata, split_modality, whole_of
 from zloader.conversion.sources.nodes import Node, reading
 from zloader.conversion.sources.parquet import Parquet
@@ -153,6 +153,10 @@ def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None
         except OSError as error:
             if isinstance(error, ZloaderError):
                 raise
+            with _translated(location):
+                first = location.filesystem.cat_file(location.path, 0, 256)
+            if why := why_unreadable(first):
+                raise SourceError(f"{location.name} {why}") from error
             if "signature not found" in str(error):
                 raise SourceError(f"{location.name} is not an HDF5 file, so it cannot be read as .h5ad") from error
             raise SourceError(f"{location.name} cannot be opened ({error}): was it truncated during a copy?") from error
@@ -182,6 +186,7 @@ def _open_zarr(location: SourceLocation, modality: str | None) -> list[Input]:
         attributes = dict(root.attrs)
         store.complete = "zloader" in attributes
         if location.can_be_listed:
+            root = without_stale(root, store, location.name)
             arrays = arrays_below(root)  # finds unreadable metadata now instead of during the conversion
             if store.complete or 0 in sizes.values():
                 keys = (key for array in arrays for key in stored_keys(array))

@@ -179,12 +179,15 @@ def _source_location(text: str, storage_options: Mapping[str, Any]) -> SourceLoc
     if known is not None and known.is_source and "::" not in text:
         return _in_bucket(Location(url=text, storage_options=storage_options).pinned())
     name = _without_secrets(text)
+    options = dict(storage_options)
+    if known is SCHEMES["https"]:  # after a redirect, a signature is valid only as it is written
+        options["client_kwargs"] = {"requote_redirect_url": False, **options.get("client_kwargs", {})}
     try:
-        filesystem, path = fsspec.core.url_to_fs(text, **storage_options)
+        filesystem, path = fsspec.core.url_to_fs(text, **options)
     except (ImportError, ValueError, TypeError) as error:
         raise OptionError(f"cannot open {name}: {error}") from error
     filesystem.invalidate_cache()
-    return SourceLocation(url=text, name=name, path=path, filesystem=filesystem, storage_options=dict(storage_options))
+    return SourceLocation(url=text, name=name, path=path, filesystem=filesystem, storage_options=options)
 
 
 def _in_bucket(bucket: Location) -> SourceLocation:
@@ -214,6 +217,9 @@ def _translated(location: SourceLocation) -> Iterator[None]:
     except FileNotFoundError as error:
         what = f"file {location.name}" if location.is_local else f"object at {location.name}"
         answer = getattr(error.__cause__, "status", None) or type(error.__cause__).__name__
+        if answer in (401, 403, 407):
+            check = SCHEMES["https"].advice
+            raise AccessDeniedError(f"not allowed to read {location.name} (status {answer}). Check {check}") from error
         raise StoreNotFoundError(f"there is no {what}" + f" ({answer})" * (not location.can_be_listed)) from error
     except Exception as error:  # aiohttp, botocore and others have their own exception classes
         if is_denial(location.url, error):

@@ -28,7 +28,7 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.access.zarr_groups import undecodable_key
+from zloader.access.zarr_groups import require_fresh, undecodable_key
 from zloader.common.errors import FormatError, SourceError, ZloaderError
 
 _DEFLATE, _SHUFFLE = 1, 2  # https://docs.hdfgroup.org: identifiers of filters
@@ -121,7 +121,10 @@ def reading(
     except ZloaderError:
         raise  # an unreachable remote source is not damaged
     except Exception as error:
-        key = damaged()
+        try:
+            key = damaged()
+        except FormatError as stale:
+            raise SourceError(str(stale)) from error
         where = "" if key is None else f", in {key}"
         raise SourceError(
             f"{at} {doing}{where} ({type(error).__name__}: {error}): the source is damaged or incomplete, or " + needs
@@ -225,13 +228,17 @@ class Node:
     def numbers(self, start: int, stop: int) -> NDArray[Any]:
         """Items `[start, stop)` of an array of numbers along its first axis, in native byte order."""
         dtype = self.number_dtype
-        damaged = partial(undecodable_key, self.native, start, stop)
+        damaged = partial(self._damaged_key, start, stop)
         with reading(self.at, f"cannot be read at {start} to {stop}", damaged):
             return np.asarray(self.native[start:stop], dtype)
 
+    def _damaged_key(self, start: int = 0, stop: int | None = None) -> str | None:
+        require_fresh(self.native, self.source)
+        return undecodable_key(self.native, start, stop)
+
     def element(self) -> Any:
         """The whole element, as anndata reads it."""
-        damaged = partial(undecodable_key, self.native)
+        damaged = self._damaged_key
         with reading(self.at, "cannot be read by anndata", damaged), warnings.catch_warnings():
             warnings.simplefilter("ignore", ad.OldFormatWarning)  # convert writes the new format
             return ad.io.read_elem(self.native)
