@@ -91,11 +91,6 @@ def scaled(minibatch):
     return {"x": minibatch.x.to_dense() * 2, "half": minibatch.obs["n_counts"].bfloat16(), "rows": minibatch.index}
 
 
-def doubled(minibatch):
-    minibatch.obs["n_counts"] *= 2
-    return minibatch
-
-
 CONTENTS = [
     {},
     {"layout": "dense", "dtype": "float64", "obsm": ["place"], "framework": "torch"},

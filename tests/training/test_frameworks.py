@@ -78,7 +78,7 @@ def plain(found: Any) -> Any:
     if hasattr(found, "input_ids"):
         return {name: plain(part) for name, part in vars(found).items()}
     if torch.is_tensor(found):
-        return found.numpy()
+        return (found.view(torch.int16) if found.dtype == torch.bfloat16 else found).numpy()
     return np.asarray(found)
 
 
