@@ -272,3 +272,109 @@ def test_a_source_that_needs_headers(tmp_path: Path) -> None:
         options = {"headers": {"Authorization": "Bearer open sesame"}}
         zl.convert(url, into, source_options=options, progress=False)
     assert zl.open_dataset(into).shape == ADATA.shape
+
+
+# ---- hints
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> zl.Dataset:
+    adata = ADATA.copy()
+    adata.obs["label"] = pd.Categorical([None, "T", "B", "T"] * 10)
+    adata.layers["same"] = adata.X.copy()
+    adata.write_h5ad(tmp_path / "cells.h5ad")
+    return zl.open_dataset(tmp_path / "cells.h5ad")
+
+
+def test_a_file_shows_what_a_store_shows(dataset: zl.Dataset, tmp_path: Path) -> None:
+    zl.convert(tmp_path / "cells.h5ad", tmp_path / "cells.zarr", progress=False)
+    store = zl.open_dataset(tmp_path / "cells.zarr")
+    for one, other in ((dataset, store), (dataset[:5], store[:5])):
+        assert repr(one).replace(".h5ad", ".zarr") == repr(other)
+        assert one._repr_html_().replace(".h5ad", ".zarr") == other._repr_html_()
+    assert "label" in repr(dataset)
+    assert "layers: 'same'" in repr(zl.open_dataset([tmp_path / "cells.h5ad", tmp_path / "cells.zarr"]))
+
+
+@pytest.mark.parametrize(
+    ("condition", "says", "right"),
+    [
+        ("label = 'T'", "write == to compare", "label == 'T'"),
+        ("label == T", "there is no obs column 'T'. Put a label in quotes: 'T'", "label == 'T'"),
+        ("label in (T, B)", "a string in quotes or a number", "label in ('T', 'B')"),
+    ],
+)
+def test_conditions(dataset: zl.Dataset, condition: str, says: str, right: str) -> None:
+    assert says in refused(lambda: dataset.where(condition))
+    assert len(dataset.where(right)) == len(dataset.obs().query(right))
+
+
+def test_a_minibatch_names_its_parts(dataset: zl.Dataset) -> None:
+    minibatch = next(iter(zl.Loader(dataset, batch_size=8)))
+    with pytest.raises(AttributeError, match=r"has no 'X'; it has: x, obs.*Did you mean 'x'\?"):
+        _ = minibatch.X  # type: ignore[attr-defined]
+    assert not hasattr(minibatch, "_nothing")
+
+
+def test_missing_labels_are_told_once(dataset: zl.Dataset, caplog: Any) -> None:
+    loader = zl.Loader(dataset, batch_size=8, obs=["label", "donor"])
+    for _ in range(2):
+        codes = np.concatenate([minibatch.obs["label"] for minibatch in loader])
+        assert (codes < 0).sum() == 10
+    assert len(caplog.records) == 1
+    advised = re.search(r"dataset\.where\('(.*?)'\)", caplog.text)
+    assert "ignore_index=-1" in caplog.text
+    assert advised is not None
+    caplog.clear()
+    assert all(
+        (each.obs["label"] >= 0).all() for each in zl.Loader(dataset.where(advised[1]), batch_size=8, obs=["label"])
+    )
+    assert caplog.text == ""
+
+
+def test_controls_outside_of_the_view(dataset: zl.Dataset) -> None:
+    others = dataset.where("label != 'T'")
+    message = refused(lambda: zl.Loader(others, batch_size=5, controls=zl.MatchedControls("label == 'T'", match=[])))
+    assert "none meets the condition" in message
+    assert "but 20 of the whole dataset do" in message
+    advised = re.search(r"MatchedControls\((dataset\.where\(.*?\)), \.\.\.\)", message)
+    assert advised is not None
+    controls = zl.MatchedControls(eval(advised[1], {"dataset": dataset}), match=[])
+    for minibatch in zl.Loader(others, batch_size=5, controls=controls):
+        assert minibatch.control is not None
+        assert (ADATA.obs_names[minibatch.control.row] == dataset.obs_names[minibatch.control.row]).all()
+        assert set(np.asarray(minibatch.control.row) % 4) <= {1, 3}
+
+
+@pytest.mark.parametrize("flavor", ["seurat", "seurat_v3", "cell_ranger"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_highly_variable_genes_of_values_that_are_not_finite(tmp_path: Path, flavor: Any, value: float) -> None:
+    adata = counts(60, 30, seed=3)
+    adata.X = np.log1p(adata.X.astype(np.float32).toarray())
+    adata.X[5, 7] = value
+    zl.convert(adata, tmp_path / "a.zarr", progress=False)
+    dataset = zl.open_dataset(tmp_path / "a.zarr")
+    assert re.search(
+        r"^X has values.*such as 'gene 7'", refused(lambda: dataset.highly_variable_genes(3, flavor=flavor))
+    )
+
+
+def test_a_mirror_of_a_file_that_may_change_unseen(caplog: Any) -> None:
+    from zloader.access.stored_objects import StoredObject, mirror_fingerprint
+
+    assert mirror_fingerprint("http://x/a.h5ad", "", {"": StoredObject(1, "", "")}) is None  # type: ignore[arg-type]
+    assert "a change of the file could not be detected" in caplog.text
+
+
+def test_mouse_genes(tmp_path: Path) -> None:
+    adata = counts(20, 3, seed=1)
+    adata.var_names = ["Gapdh", "Actb", "Cd4"]
+    adata.write_h5ad(tmp_path / "mouse.h5ad")
+    tokens = zl.tokenizers.ScGPT({"<pad>": 0, "<cls>": 1, "GAPDH": 2, "ACTB": 3, "CD4": 4}, x="X")
+    options: dict[str, Any] = {"batch_size": 5, "tokens": tokens}
+    message = refused(lambda: zl.Loader(zl.open_dataset(tmp_path / "mouse.h5ad"), **options))
+    assert "mouse genes" in message
+    assert "genes_by=str.upper" in message
+    next(iter(zl.Loader(zl.open_dataset(tmp_path / "mouse.h5ad", genes_by=str.upper), **options)))
+    orthologs = {"Gapdh": "GAPDH", "Actb": "ACTB", "Cd4": "CD4"}
+    next(iter(zl.Loader(zl.open_dataset(tmp_path / "mouse.h5ad", genes_by=orthologs), **options)))

@@ -88,10 +88,10 @@ def mirror_fingerprint(url: str, origin: str, listing: Listing) -> str | None:
     unstamped = next((key for key, entry in listing.items() if not entry.stamp), None)
     if unstamped is not None:
         log.warning(
-            "cannot keep a mirror of %s: a change of %r could not be detected, because it has neither an ETag nor a "
+            "cannot keep a mirror of %s: a change of %s could not be detected, because it has neither an ETag nor a "
             "plausible time of its last change (2016 or later). Every epoch will read from the store",
             url,
-            unstamped,
+            repr(unstamped) if unstamped else "the file",
         )
         return None
     return _digest(itertools.chain([origin], ((key, *entry) for key, entry in listing.items())))

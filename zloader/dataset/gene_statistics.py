@@ -207,14 +207,24 @@ class StatisticsPass:
             moments = self._numbers(f"moments of expm1 {factor}", partial(_exponentials, factor))[:, :, at]
         else:
             moments = self._moments()[:, :, at]
+        self._require_finite(moments, names)
         if self.batches.name is None:
             return dispersions(moments[0], choosing, names)
         return dispersions_of_batches(moments, choosing, names)
+
+    def _require_finite(self, numbers: Numbers, names: pd.Index) -> None:
+        wrong = np.flatnonzero(~np.isfinite(numbers[:, 0]).all(axis=0))
+        if len(wrong):
+            raise OptionError(
+                f"{self.x} has values that are NaN or infinite, in {len(wrong)} genes such as {names[wrong[0]]!r}: "
+                "correct them, or choose among other genes, as in dataset[:, genes].highly_variable_genes(...)"
+            )
 
     def _of_counts(self, choosing: Choosing, at: Any, names: pd.Index) -> pd.DataFrame:
         load_loess()  # before the pass, which may take long
         batches = self.batches
         sums = self._numbers("sums of counts", lambda x, _: CountSums(x))[:, :, at]
+        self._require_finite(sums, names)
         if sums[:, 2].any():
             warn_user("flavor='seurat_v3' expects counts, but some values are negative or no whole numbers")
         of_batches = list(zip(sums, batches.n_obs.tolist(), strict=True))
@@ -253,7 +263,7 @@ def batches_of(name: str, of_rows: ObsColumn, find_column: Callable[[], ObsColum
     if missing.any():
         raise OptionError(
             f"{n_obs[missing].sum()} rows have no batch, because obs column {name!r} has no label there: leave them "
-            f"out, as in dataset[dataset.obs[{name!r}].notna()]"
+            f'out, as in dataset.where("`{name}`.notna()")'
         )
     labels = values if of_rows.categories is None else of_rows.categories[values]
     if (n_obs < 2).any():
@@ -282,9 +292,10 @@ def _exponentials(factor: float | None, x: CsrArrays, _: int) -> Moments:
     values: Any = x.values
     with np.errstate(over="ignore"):
         powers = np.expm1(values if factor is None else values * values.dtype.type(factor))
+    powers[~np.isfinite(values)] = np.nan
     if np.isinf(powers).any():
         raise OptionError(
-            f"flavor='seurat' takes logarithms, and {values.max():g} is none, because its exponential overflows: "
+            f"flavor='seurat' takes logarithms, and {np.nanmax(values):g} is none, because its exponential overflows: "
             "for counts, give transforms=[zl.transforms.LogNormalize(1e4)]"
         )
     return Moments(replace(x, values=powers))

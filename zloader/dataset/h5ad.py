@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zloader.access.location import Location
@@ -99,6 +100,10 @@ class OpenedFile(OpenedStore):
 
     def __contains__(self, path: str) -> bool:
         return self.index.refused(path) is not None or super().__contains__(path)
+
+    @property
+    def _known_keys(self) -> Iterable[str]:
+        return self.index.documents
 
     def array_layout(self, path: str) -> ArrayLayout:
         """The layout of an array of numbers. Raises FormatError if it cannot be read chunk by chunk."""

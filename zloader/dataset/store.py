@@ -7,6 +7,7 @@ zarr and anndata. TensorStore is not used here: only reading rows of a matrix op
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -257,8 +258,12 @@ class OpenedStore(StoredElements):
 
     def known_members(self, group: str) -> set[str]:
         """The members of a group, from the listing."""
-        inside = (key.removeprefix(f"{group}/") for key in self.objects if key.startswith(f"{group}/"))
+        inside = (key.removeprefix(f"{group}/") for key in self._known_keys if key.startswith(f"{group}/"))
         return {name.partition("/")[0] for name in inside if "/" in name}
+
+    @property
+    def _known_keys(self) -> Iterable[str]:
+        return self.objects
 
     def known_length(self, frame: str) -> int | None:
         """The rows of the frame `obs` or `var`, if they are known."""

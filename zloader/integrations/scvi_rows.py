@@ -7,7 +7,7 @@ columns a minibatch has, and makes tensors of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import pandas as pd
 import torch
@@ -44,6 +44,12 @@ class TrainingRows(LightningDataModule):
     _encoder: Encoder
     training_rows: Dataset
     validation_rows: Dataset
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "a DataModule is no dataloader: give its rows in order, as in "
+            "model.get_latent_representation(dataloader=dm.inference_dataloader())"
+        )
 
     def _begin(self) -> None:
         """Checks the options, before the rows are split."""

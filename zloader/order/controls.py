@@ -98,7 +98,14 @@ class BoundControls:
         whole = dataset.whole
         chosen = dataset.in_whole(options.where)
         if not len(chosen):
-            raise OptionError(f"no row can be a control: none meets the condition {options.where!r:.100}")
+            outside, why = len(whole.in_whole(options.where)), ""
+            if outside:
+                of = f"dataset.where({options.where!r})" if isinstance(options.where, str) else "a view"
+                why = (
+                    f" among those of the view, but {outside} of the whole dataset do: give controls as a view of it, "
+                    f"MatchedControls({of}, ...)"
+                )
+            raise OptionError(f"no row can be a control: none meets the condition {options.where!r:.100}{why}")
         require_memory(
             _CONTROL_BYTES * len(chosen),
             f"the table of {len(chosen)} controls",

@@ -8,6 +8,7 @@ This module does not import torch: any process can go from plan to minibatch wit
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ from zloader.reading.resources import BufferPool, Counters, begun
 from zloader.reading.row_reader import RowReader
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import shares
+
+log = logging.getLogger("zloader")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +172,24 @@ class FetchScheduler:
             sets=loaded.planned.fetch.sets,
             present={name: has[rows] for name, has in self._recipe.columns.present.items()},
         )
+        self._tell_of_missing_labels(without_x.obs)
         for column in (*self._columns.values(), *self._obsm.values()):
             release(column)
         return without_x
+
+    def _tell_of_missing_labels(self, obs: Mapping[str, NDArray[Any]]) -> None:
+        told = self._recipe.columns.told
+        for name in obs.keys() - told:
+            column = self._columns[name]
+            has_labels = column.recode if isinstance(column, PagedColumn) else column.categories
+            if has_labels is not None and len(obs[name]) and obs[name].min() < 0:
+                told.add(name)
+                log.warning(
+                    "some rows have no label in %r, and the code -1: give torch's cross_entropy ignore_index=-1, or "
+                    "leave these rows out with dataset.where(%r)",
+                    name,
+                    f"{name if name.isidentifier() else f'`{name}`'}.notna()",
+                )
 
     async def _gather_in_order(
         self,

@@ -33,6 +33,7 @@ class RowColumns:
     obsm: Callable[[], Mapping[str, NDArray[Any] | PagedColumn]] = dict
     paged: Sequence[PagedColumn] = ()
     present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)  # columns whose missing labels were logged
 
     def with_parts(self, own: OwnParts) -> RowColumns:
         """The same with what `own` returns in place of the parts of each paged column."""

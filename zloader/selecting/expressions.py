@@ -39,6 +39,7 @@ _DATE = re.compile(r"\d{4}(-\d\d){0,2}([T ]\d\d(:\d\d){0,2}(\.\d+)?)?")
 # Operators for and, or and not in pandas and other languages: as Python syntax nodes, and as text.
 _SIGNS = (ast.BitAnd, ast.BitOr, ast.Invert)
 _SIGN = re.compile(r"[&|~]|!(?!=)")
+_ONE_EQUALS = "; write == to compare"
 _USE_WORDS = "write and, or, not: signs such as &, ||, ~ and ! are not understood"
 
 _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -81,7 +82,8 @@ def row_test(expression: str, column: Column, names: Sequence[str] = ()) -> Test
         tree = ast.parse(plain, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         example = "\"cell_type == 'T'\" or \"`cell type` == 'T'\""
-        advice = f"; {_USE_WORDS}" if _SIGN.search(_TEXT_OR_QUOTED.sub("", expression)) else ""
+        bare = _TEXT_OR_QUOTED.sub("''", expression)
+        advice = f"; {_USE_WORDS}" if _SIGN.search(bare) else _ONE_EQUALS if re.search("[^=!<>]=[^=]", bare) else ""
         raise OptionError(f"{expression!r} is not an expression such as {example}: {error}{advice}") from error
 
     def too_deep() -> OptionError:
@@ -202,6 +204,8 @@ class _Reader:
             constants = [self._constant(value) for value in right.elts]
             return self._one_of(node, name, column, constants, outside=operation is ast.NotIn)
         if other is not None:
+            if self._names and other not in self._names:
+                self._refuse(node, f"there is no obs column {other!r}. Put a label in quotes: {other!r}")
             return self._of_two(node, operation, column, self._column(other))
         constant = self._constant(right)
         if column.categories is not None:
@@ -227,7 +231,7 @@ class _Reader:
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             constant = None
         if not isinstance(constant, str | int | float):
-            self._refuse(node, "a string or a number is needed here")
+            self._refuse(node, "a string in quotes or a number is needed here")
         if isinstance(constant, int) and not -(1 << 63) <= constant < 1 << 64:
             self._refuse(node, "the number is larger than any that a column can hold")
         return constant

@@ -182,5 +182,9 @@ def _unknown(genes: GeneNames, tokens: Mapping[str, int], option: str, spelled: 
             f"{message}Without the version after the dot, {unversioned} would be: store the names without versions, "
             "in var_names or in a var column that genes_by names"
         )
+    upper = sum(spelled(name.upper()) in tokens for name in names)
+    if upper or any(name.startswith("ENSMUS") for name in names):
+        how = f"In upper case, {upper} would be: open the dataset with genes_by=str.upper, or" if upper else "Open it"
+        return f"{message}These may be mouse genes. {how} with a mapping to human orthologs: genes_by={{...}}"
     near = suggestion(names[0], known)[2:] if names else ""  # without the full stop before it
     return f"{message}{near + ' ' if near else ''}Name the genes by a var column with genes_by=..."

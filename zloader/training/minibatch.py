@@ -117,6 +117,13 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     def __len__(self) -> int:
         return len(self.index)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return object.__getattribute__(self, name)  # raises Python's own error
+        known = [field.name for field in dataclasses.fields(self)]
+        near = suggestion(name, known)
+        raise AttributeError(f"the minibatch has no {name!r}; it has: {listed(known)}{near}", name=name, obj=self)
+
     @property
     def _parts(self) -> dict[str, Any]:
         """The Mapping. Row numbers come first, because accelerate takes the batch size from the first value."""

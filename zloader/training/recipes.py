@@ -87,6 +87,7 @@ class LoaderRecipes:
                 "genes, or make the tokens in a loader with x=None"
             )
         self._load_loops()
+        self._told: set[str] = set()  # obs columns with missing labels
 
     def _require_form(self) -> None:
         """Finds the arrays of minibatches, and their device: a thread sends them there ahead, where x takes its layout.
@@ -202,6 +203,7 @@ class LoaderRecipes:
             obsm=lambda: {name: obsm[name] if name in obsm else whole.obsm_array(name) for name in self.obsm},
             paged=[*obs.values(), *obsm.values()],
             present=self.dataset.matrices.present(modalities),
+            told=self._told,
         )
 
     def expected_bytes(self, n_rows: int) -> float:

@@ -121,6 +121,7 @@ class Moments:
         self.n_obs += other.n_obs
         self._add(other.nonzero, other.mean, other.squares)
 
+    @np.errstate(invalid="ignore")  # of infinite values, whose mean is infinite or NaN
     def _add(self, nonzero: Numbers, mean: Numbers, squares: Numbers) -> None:
         both = self.nonzero + nonzero
         share = np.divide(nonzero, both, out=np.zeros_like(both), where=both > 0)
