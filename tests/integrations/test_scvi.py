@@ -425,7 +425,7 @@ def test_scvi_trains_from_a_bucket_as_from_memory(pancreas, tmp_path):
     model.train(datamodule=dm, max_epochs=2, check_val_every_n_epoch=1, **QUIET)
     assert before == 0
     assert dm.train_dataloader().next_epoch == 2
-    with pytest.raises(TypeError, match="dataloader=dm.inference_dataloader"):
+    with pytest.raises(TypeError, match=r"dataloader=dm\.inference_dataloader"):
         model.get_latent_representation(dataloader=dm)
     latent = model.get_latent_representation(dataloader=dm.inference_dataloader())
     assert latent.shape == (2142, 10)
