@@ -188,7 +188,7 @@ def test_several_stores_are_read_as_one(store, tmp_path):
     assert seen["epochs"][1]["kind"] == "warm"
 
 
-@pytest.mark.parametrize("layout", ["dense", *(pytest.param(each, marks=pytest.mark.slow) for each in ("scipy"))])
+@pytest.mark.parametrize("layout", ["dense", pytest.param("scipy", marks=pytest.mark.slow)])
 def test_layouts_and_dtypes(store, layout):
     seen = documented(store, "--epochs", 1, "--layout", layout, "--dtype", "int32")
     assert (seen["layout"], seen["dtype"]) == (layout, "int32")

@@ -85,7 +85,11 @@ def _stale(url: str) -> str:
 
 def require_fresh(node: Any, url: str) -> None:
     """Raises FormatError if consolidated metadata say something else about the arrays of a node than is stored."""
-    for array in arrays_below(node):
+    try:
+        arrays = arrays_below(node)
+    except UNDECODABLE:
+        return
+    for array in arrays:
         try:
             stored = zarr.open_array(array.store_path, mode="r", zarr_format=array.metadata.zarr_format)
         except (*UNDECODABLE, OSError):
