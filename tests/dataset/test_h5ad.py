@@ -516,7 +516,7 @@ def test_records_of_any_kind_do_not_keep_a_file_from_being_read(tmp_path: Path) 
     rows_are_right(path)
     problems = zl.verify(path, progress=False).problems
     assert sorted(each.where for each in problems) == ["uns/arrays", "uns/nested"]
-    store = zl.open_dataset(path)._opened.only_store
+    store = zl.open_dataset(path).store
     assert store.element("uns/padded").tolist() == [(1, 2.5), (3, 4.5)]
     assert store.element("uns/fixed").tolist() == [(b"ab", 1), (b"c", 2)]
 
