@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zloader.caching.atomic_files import draft_path
 from zloader.commands.charts import DARK, LIGHT, Chart, inline_svg
 from zloader.common.errors import OptionError, ZloaderError
 from zloader.common.machine import available_cores
@@ -92,6 +91,8 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Writes the page. An existing file is replaced at once, so that it is never half a page."""
+        from zloader.caching.atomic_files import draft_path
+
         path, text = path.resolve(), self.html()  # a link stays a link
         if path.exists() and not path.is_file():  # such as a pipe
             path.write_text(text, encoding="utf-8")
