@@ -95,7 +95,7 @@ class Loader(_Dataset):
         obsm: names of the obsm arrays to load, such as `"X_pca"`, or `"rna:X_pca"` of a modality.
         tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens`.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"packed"` (PackedRows,
-            in the stored dtypes, or float32 with transforms) or `"scipy"` (CSR matrix).
+            in the stored dtypes, or float32 with transforms and for float16) or `"scipy"` (CSR matrix).
         dtype: the dtype of x: `"float32"` (the default), `"float64"`, `"int32"` or `"int64"`, or such a dtype of torch
             or NumPy. An integer dtype has to hold every value of the stored one. Layout packed takes none.
         transforms: objects of zl.transforms, such as `[zl.transforms.LogNormalize(1e4)]`, that change x while it is
