@@ -145,7 +145,7 @@ def test_errors_of_groups_come_after_the_minibatches_before_them(dataset, caplog
     assert [int(next(iterator).row[0]) for _ in range(3)] == [0, 16, 32]
     with pytest.raises(OSError, match="row 48"):
         next(iterator)
-    assert not caplog.records
+    assert not [each for each in caplog.records if "have no label" not in each.message]
 
 
 @pytest.mark.parametrize("name", ["csr", "dense", "packed", "two x", "tokens"])
