@@ -67,6 +67,7 @@ def remove(leftovers: list[str]) -> None:
     for path in map(Path, leftovers):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # what a child of the server made meanwhile
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
