@@ -183,8 +183,7 @@ def test_wrong_keys(blobs: Blobs) -> None:
         zl.open_dataset(URL, storage_options=wrong)
     assert WRONG_KEY not in str(caught.value)
     dataset = zl.open_dataset(URL, storage_options=blobs.options)
-    location = Location(url=URL, storage_options=wrong)
-    object.__setattr__(dataset.store, "location", location)
+    dataset.store.read_from = Location(url=URL, storage_options=wrong)
     with pytest.raises(AccessDeniedError, match=r"X/.*was denied.*403.*account_key") as caught:
         digest(loader(dataset))
     assert WRONG_KEY not in str(caught.value)
