@@ -79,14 +79,14 @@ class Run:
 
 
 def from_bench(document: Mapping[str, Any]) -> dict[str, float]:
-    """Rows, rates and bytes of the first whole cold and warm epochs, except rates of epochs that were too short."""
+    """Rows, and the medians of rates and bytes of cold and warm epochs."""
     if document["step_ms"]:
         raise SystemExit("these rates are those of simulated steps: measure again without --step-ms")
     rows = float(document["rows"])
-    of_kinds = {each["kind"]: each["figures"] for each in reversed(document["epochs"]) if each["complete"]}
-    rates = [kind for kind in ("cold", "warm") if kind in of_kinds and document["advice"][kind]["bound"] != "short"]
+    of_kinds = document["medians"]
+    rates = [kind for kind in ("cold", "warm") if kind in of_kinds]
     if not rates:
-        raise SystemExit("no whole cold or warm epoch was long enough to tell how fast loading is: measure more rows")
+        raise SystemExit("no cold or warm epoch was complete")
     known = {"rows": rows} | {f"{kind}_rows_per_s": of_kinds[kind]["rows_per_s"] for kind in rates}
     if "cold" in of_kinds:
         known |= {

@@ -50,10 +50,12 @@ def with_steps(waiting: float, step_ms: float = 5.0) -> dict[str, float]:
 
 
 CASES = [
-    ("an epoch of a moment", COLD, {"elapsed_s": 0.05, "first_minibatch_s": 0.03}, "short",
-     "Too short to tell. An epoch took 0.05 s, of which 0.03 s went by before the first minibatch."),
-    ("all of it start-up", COLD, {"elapsed_s": 3.0, "first_minibatch_s": 2.9}, "short", "Too short to tell."),
-    ("one minibatch", COLD, {"minibatches": 1}, "short", "Too short to tell."),
+    ("most of it start-up", COLD, {"elapsed_s": 3.0, "first_minibatch_s": 2.9, "cpu_s": 1.0}, "start",
+     "The start bounds you: the first minibatch came after 2.90 of 3.00 s. Smaller fetches (--fetch-factor) begin"),
+    ("one minibatch", WARM, {"minibatches": 1, "elapsed_s": 0.01, "first_minibatch_s": 0.01, "wait_s": 0.01,
+                             "first_wait_s": 0.01, "cpu_s": 0.01}, "start", "came after 0.01 of 0.01 s"),
+    ("too short to tell whether others were busy", WARM, {"elapsed_s": 0.1, "first_minibatch_s": 0.01,
+     "cpu_s": 0.01, "machine_busy": 1.0}, "unclear", ""),
     ("a step that hides loading", COLD, with_steps(0.02), "step",
      "Your step bounds you: nothing to gain here. After the first minibatch, steps of 5 ms took 98% of the time, and "
      "the loop waited 2% of it."),
@@ -116,7 +118,7 @@ CASES = [
      "in use, 10% of the link was in use. More bytes in flight (--memory) or larger blocks (--block-size) might help."),
     ("steps after a long start", COLD, with_steps(0.0, 1.0) | {"first_minibatch_s": 1.0, "elapsed_s": 2.6,
                                                                "wait_s": 0.9, "first_wait_s": 0.9, "cpu_s": 1.0},
-     "start", "The start bounds you: the first minibatch came after 1.0 of 2.6 s, and the loop hardly waited after it"),
+     "start", "The start bounds you: the first minibatch came after 1.00 of 2.60 s."),
     ("a long start and a full link", COLD, {"first_minibatch_s": 4.0, "bytes_read": 3.8e9, "wait_s": 4.0,
                                             "first_wait_s": 4.0}, "link", "The link bounds you"),
     ("nothing is used up, from the mirror", WARM, {}, "unclear", "Not clear what bounds you"),
@@ -172,15 +174,13 @@ def test_it_never_claims_what_the_figures_do_not_show(pace):
         assert pace.stepped_s >= 0.79 * (pace.elapsed_s - pace.first_minibatch_s)
     if advice.bound in ("step", "loop"):
         assert pace.first_minibatch_s <= 0.21 * pace.elapsed_s
-    if advice.bound in ("step", "loop", "start"):
+    if advice.bound in ("step", "loop") or (advice.bound == "start" and pace.starting < 0.5):
         assert pace.wait_s - pace.first_wait_s <= 0.051 * (pace.elapsed_s - pace.first_minibatch_s)
     if advice.bound == "busy":
         assert pace.machine_busy >= 0.79
     if advice.bound == "waiting":
         assert pace.cpu_s <= 0.81 * pace.elapsed_s
         assert pace.wait_s - pace.first_wait_s >= 0.49 * (pace.elapsed_s - pace.first_minibatch_s)
-    if advice.bound != "short":
-        assert pace.elapsed_s >= 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,6 @@ def test_it_never_claims_what_the_figures_do_not_show(pace):
         (40, 10, ["Warm epochs are 4.0 times as fast as cold ones: 10,000 rows/s against 2,500."]),
         (10, 10.5, ["Warm epochs are about as fast as cold ones: 9,524 rows/s against 10,000."]),
         (10, 20, ["Warm epochs are slower than cold ones here: 5,000 rows/s against 10,000."]),
-        (10, 0.1, []),
     ],
 )
 def test_cold_against_warm(cold_s, warm_s, said):

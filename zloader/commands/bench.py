@@ -3,6 +3,9 @@
 Rows are read through a Loader. The figures are its statistics() and those of bench_run.py. Before the first epoch, one
 row is read without the mirror, so that imports and compilation are not measured. After the last one, the speed of the
 link, or of the disk of a local store, is measured, unless it is stated or nothing depends on it.
+
+Epochs that are short are repeated, because start-up and noise are much of each. A cold one begins with a new mirror
+then, which lies in the cache directory until the epoch ends.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +52,9 @@ if TYPE_CHECKING:
     from zloader.dataset.dataset import Dataset
     from zloader.training.loader import Loader
 
+_ENOUGH_S = 2.0  # that the epochs of a kind should take together
+_MOST_REPEATS = 8  # of the epochs of a kind
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
@@ -63,7 +70,7 @@ class BenchFlags:
         Path | None,
         typer.Option(metavar="DIR", help="Cache directory. Its mirror stays for later runs.", show_default="no mirror"),
     ] = None
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs to measure.")] = 3
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs to measure. Short ones are repeated.")] = 3
     step_ms: Annotated[float, typer.Option(min=0, help="Simulated training time per minibatch, in ms.")] = 0.0
     report: Annotated[Path | None, typer.Option(metavar="PATH", help="Write an HTML report.", show_default=False)] = (
         None
@@ -142,7 +149,14 @@ class BenchFlags:
         named: Any = {"storage_options": self.access.storage_options, "join": self.join}
         return open_dataset(source, cache=cache, genes_by=genes_by_of(self.genes_by), **named)
 
-    def loader(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = (), processes: int = 0) -> Loader:
+    def loader(self, cache: Path | None) -> Loader:
+        """The loader to measure, with or without a mirror."""
+        from zloader.order.shuffling import stratified
+
+        sampling = stratified(self.sizes["block_size"])
+        return self.loader_of(self.opened(cache), sampling, self.obs_columns, self.processes)
+
+    def loader_of(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = (), processes: int = 0) -> Loader:
         """A loader of a dataset with these options."""
         from zloader.training.loader import Loader
 
@@ -198,7 +212,7 @@ def bench(flags: BenchFlags) -> None:
             console.print(f"report: {flags.report.absolute()}")
 
     try:
-        _measure(loader, run, console, flags.epochs)
+        _measure(flags, loader, run, console)
         run = _with_link(loader, run, console)
     except (KeyboardInterrupt, EndedError):
         finish(dataclasses.replace(run, interrupted=True))
@@ -208,15 +222,14 @@ def bench(flags: BenchFlags) -> None:
 
 def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
     """The loader to measure, once everything is imported and compiled, and the results, still without epochs."""
-    from zloader.order.shuffling import Streaming, stratified
+    from zloader.order.shuffling import Streaming
 
-    sampling = stratified(flags.sizes["block_size"])
-    loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs_columns, flags.processes)
+    loader = flags.loader(flags.cache)
     rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
     console.print(f"{', '.join(flags.urls)}: {rows:,} rows x {genes:,} genes")
     # Opened by itself, so that the first epoch finds nothing that was read or mirrored before it.
     unmirrored = flags.opened(None)
-    for _ in flags.loader(unmirrored, Streaming(indices=[0])):
+    for _ in flags.loader_of(unmirrored, Streaming(indices=[0])):
         pass
     return loader, BenchRun(
         urls=flags.urls,
@@ -262,21 +275,44 @@ def _settings(flags: BenchFlags, loader: Loader) -> dict[str, Any]:
     return {**stores, **work, **opening, **budgets, **flags.sizes, **form}
 
 
-def _measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> None:
-    """Appends the epochs to `run`, the last one even if it is interrupted."""
+def _measure(flags: BenchFlags, loader: Loader, run: BenchRun, console: Console) -> None:
+    """Appends the epochs to `run`, the last one even if it is interrupted, and repeats cold and warm ones."""
     measured, began = run.epochs, time.perf_counter()
-    with _live(console, run.rows, lambda: figures_of(loader.statistics())):
-        for _ in range(epochs):
+
+    def measure(loader: Loader) -> None:
+        with _live(console, run.rows, lambda: figures_of(loader.statistics())):
             run_epoch(loader, measured, step_s=run.step_s, began=began)
-            console.print(_line(measured[-1]))
+
+    for _ in range(flags.epochs):
+        measure(loader)
+        console.print(_line(measured[-1]))
+    for kind in ("cold", "warm"):
+        before = len(measured)
+        for _ in range(_MOST_REPEATS):
+            took = [epoch.figures["elapsed_s"] for epoch in measured if epoch.kind == kind]
+            if not took or sum(took) >= _ENOUGH_S:
+                break
+            with _again(flags, loader, kind) as one:
+                measure(one)
+        if len(measured) > before:
+            console.print(f"{kind} epochs are short, so {len(measured) - before} more were measured")
+
+
+@contextlib.contextmanager
+def _again(flags: BenchFlags, loader: Loader, kind: str) -> Iterator[Loader]:
+    """The loader, or for a cold epoch, one with a mirror that is empty and removed afterwards."""
+    if kind == "warm" or flags.cache is None:
+        yield loader
+        return
+    with tempfile.TemporaryDirectory(dir=flags.cache, prefix="bench-", ignore_cleanup_errors=True) as cache:
+        yield flags.loader(Path(cache))
 
 
 def _with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
-    """Measures the link, or the disk of a local store, if an epoch that was long enough to be judged read from it."""
+    """Measures the link, or the disk of a local store, if an epoch read from it."""
     from zloader.insight.link import disk_bytes_per_s, link_bytes_per_s
 
-    read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
-    if run.link_stated or not read:
+    if run.link_stated or not any(pace.bytes_read for pace in run.paces.values()):
         return run
     name, x = "disk" if run.local else "link", loader.x or "X"
     try:

@@ -2,14 +2,13 @@
 
 The first rule that the numbers meet decides. If they meet none, the advice is that it is not clear.
 
-1. short: the epoch, or the part after its first minibatch, is too short for its rates to mean anything.
-2. step: the loop hardly waited, not even for its first minibatch, and the simulated steps account for its time.
-3. loop: the same, but its thread was busy making tensors.
-4. link: bytes arrived nearly as fast as the link, or the disk of a local store, delivers them without any decoding.
-5. decoding, processor: nearly all cores were busy, mostly with decoding or also with other work.
-6. busy: the same, but other programs used the cores.
-7. start: much of the epoch was the wait for its first minibatch.
-8. waiting: the loop waited, and so little work was done that no thread can have been busy all the time.
+1. step: the loop hardly waited, not even for its first minibatch, and the simulated steps account for its time.
+2. loop: the same, but its thread was busy making tensors.
+3. link: bytes arrived nearly as fast as the link, or the disk of a local store, delivers them without any decoding.
+4. decoding, processor: nearly all cores were busy, mostly with decoding or also with other work.
+5. busy: the same, but other programs used the cores.
+6. start: half of the epoch was the wait for its first minibatch, or a fifth of it was and the loop hardly waited later.
+7. waiting: the loop waited, and so little work was done that no thread can have been busy all the time.
 
 The system keeps files that were used lately in memory. So only bytes that the kernel has read from a disk count as the
 bytes that arrived from the disk of a local store.
@@ -25,9 +24,9 @@ from dataclasses import dataclass
 
 from zloader.common.messages import size
 
-SHORT_S = 1.0  # start-up takes some tenths of a second, and rates of a shorter time are mostly noise
+_COUNTED_S = 0.2  # the system counts the time of all programs in hundredths of a second
 _LITTLE_WAITING, _MUCH_WAITING = 0.05, 0.5
-_LONG_START = 0.2  # of an epoch
+_LONG_START, _MOSTLY_START = 0.2, 0.5  # of an epoch
 _FROM_MEMORY = 0.5  # of the bytes of a local store, from which its disk hardly matters
 _MOST = 0.8  # share of a limit from which it is said to bind: rates over an epoch include its slower start
 _IMPOSSIBLE = 1.1  # times the link's speed; more shows that the link is faster than it is thought to be
@@ -157,7 +156,7 @@ class Pace:
 class Advice:
     """What bounds an epoch, and in `text` why.
 
-    `bound` is `short`, `step`, `loop`, `link`, `decoding`, `processor`, `busy`, `start`, `waiting` or `unclear`.
+    `bound` is `step`, `loop`, `link`, `decoding`, `processor`, `busy`, `start`, `waiting` or `unclear`.
     """
 
     bound: str
@@ -166,22 +165,11 @@ class Advice:
 
 def advise(pace: Pace) -> Advice:
     """Decides what bounds an epoch. Pure arithmetic on the figures."""
-    for rule in (_short, _step, _loop, _link, _processor, _busy, _start, _waiting):
+    for rule in (_step, _loop, _link, _processor, _busy, _start, _waiting):
         found = rule(pace)
         if found is not None:
             return found
     return _unclear(pace)
-
-
-def _short(pace: Pace) -> Advice | None:
-    if pace.elapsed_s >= SHORT_S and pace.steady_s >= SHORT_S / 2 and pace.minibatches > 1:
-        return None
-    return Advice(
-        bound="short",
-        text=f"Too short to tell. An epoch took {pace.elapsed_s:.2g} s, of which {pace.first_minibatch_s:.2g} s went "
-        "by before the first minibatch. A larger store, smaller fetches (--fetch-factor), or a longer --step-ms would "
-        "show more.",
-    )
 
 
 def _step(pace: Pace) -> Advice | None:
@@ -246,7 +234,7 @@ def _processor(pace: Pace) -> Advice | None:
 
 
 def _busy(pace: Pace) -> Advice | None:
-    if pace.machine_busy is None or pace.machine_busy < _MOST:
+    if pace.machine_busy is None or pace.machine_busy < _MOST or pace.elapsed_s < _COUNTED_S:
         return None
     return Advice(
         bound="busy",
@@ -257,13 +245,13 @@ def _busy(pace: Pace) -> Advice | None:
 
 
 def _start(pace: Pace) -> Advice | None:
-    if pace.starting <= _LONG_START or pace.waiting > _LITTLE_WAITING:
+    if pace.starting < _MOSTLY_START and (pace.starting <= _LONG_START or pace.waiting > _LITTLE_WAITING):
         return None
     return Advice(
         bound="start",
-        text=f"The start bounds you: the first minibatch came after {pace.first_minibatch_s:.1f} of "
-        f"{pace.elapsed_s:.1f} s, and the loop hardly waited after it ({pace.waiting:.0%} of the time). Smaller "
-        "fetches (--fetch-factor) begin earlier, and in a longer epoch the start matters less.",
+        text=f"The start bounds you: the first minibatch came after {pace.first_minibatch_s:.2f} of "
+        f"{pace.elapsed_s:.2f} s. Smaller fetches (--fetch-factor) begin earlier, and in a longer epoch the start "
+        "matters less.",
     )
 
 
@@ -315,11 +303,9 @@ def _unclear(pace: Pace) -> Advice:
 
 
 def compare(paces: Mapping[str, Pace]) -> Sequence[str]:
-    """Cold against warm epochs, if both took long enough to be compared."""
+    """Cold against warm epochs."""
     cold, warm = paces.get("cold"), paces.get("warm")
     if cold is None or warm is None:
-        return []
-    if _short(cold) is not None or _short(warm) is not None:
         return []
     speeds = f"{warm.rows_per_s:,.0f} rows/s against {cold.rows_per_s:,.0f}"
     ratio = warm.rows_per_s / cold.rows_per_s

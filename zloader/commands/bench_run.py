@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zloader.commands.bench_advice import SHORT_S, Advice, Pace, advise, compare
+from zloader.commands.bench_advice import Advice, Pace, advise, compare
 from zloader.common.errors import ZloaderError
 from zloader.common.machine import cpu_s, disk_bytes, processor_s
 
@@ -148,13 +148,6 @@ class BenchRun:
     def sentences(self) -> Sequence[str]:
         """All advice in plain words."""
         of_kinds = [f"{kind.capitalize()} epochs: {advice.text}" for kind, advice in self.advice.items()]
-        whole_s = [epoch.figures["elapsed_s"] for epoch in self.epochs if epoch.complete]
-        all_short = {advice.bound for advice in self.advice.values()} == {"short"}
-        if whole_s and max(whole_s) < SHORT_S and all_short:
-            of_kinds = [
-                f"This store is too small to measure: the longest epoch of its {self.rows:,} rows took "
-                f"{max(whole_s):.2g} s, which is too short to tell loading from start-up."
-            ]
         return [*of_kinds, *compare(self.paces)]
 
     @property
@@ -364,7 +357,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
     finally:
         if minibatches:
             samples.take()
-            figures = figures_of(loader.statistics()) | {
+            figures = {name: value for name, value in figures_of(loader.statistics()).items() if name != "epoch"} | {
                 "first_minibatch_s": first_minibatch_s,
                 "first_wait_s": first_wait_s,
                 "stepped_s": stepped_s,
@@ -382,7 +375,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
                 figures["machine_busy"] = busy_s / all_s if all_s else 0.0
             measured.append(
                 BenchEpoch(
-                    epoch=int(figures.pop("epoch")),
+                    epoch=len(measured),
                     kind=kind_of(figures),
                     complete=complete,
                     figures=figures,
