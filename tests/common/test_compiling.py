@@ -61,12 +61,15 @@ def test_a_kept_loop_follows_the_loops_that_it_calls_in_other_files(tmp_path: Pa
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     environment["PYTHONPATH"] = str(tmp_path)
 
-    def called(added: int) -> str:
+    def called(added: int, command: str = _CALL) -> str:
         (package / "selecting" / "inner.py").write_text(_INNER.format(added=added))
-        command = [sys.executable, "-B", "-c", _CALL]
-        environment["PYTHONPATH"] = str(tmp_path)
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, env=environment
+            [sys.executable, "-B", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            cwd=tmp_path,
+            env=environment,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -75,6 +78,9 @@ def test_a_kept_loop_follows_the_loops_that_it_calls_in_other_files(tmp_path: Pa
     assert len([*(package / "reading" / "__pycache__").glob("zloader-loops-*")]) == 1, (
         "that of other sources is removed"
     )
+    upgraded = f"from pathlib import Path; Path('zloader/selecting/inner.py').write_text({_INNER.format(added=4)!r})"
+    while_running = _CALL.replace("; ", f"; {upgraded}; ", 1)
+    assert [called(3, while_running), called(4)] == ["40 0\n", "50 0\n"], "a process keeps nothing as of newer sources"
 
 
 def test_loops_take_constants_from_files_of_loops_only():

@@ -117,13 +117,15 @@ def _cache_class() -> Any:
     numba compares a kept function with the file of that function alone, although machine code contains the loops of
     other files that it calls. Directories of other sources, such as those of an earlier release, are removed.
     """
+    import numba
     from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
     class OfTheseSources(CompileResultCacheImpl):
         def __init__(self, function: Callable[..., Any]) -> None:
             super().__init__(function)  # type: ignore[no-untyped-call]
             parent = Path(self.locator.get_cache_path())
-            directory = parent / f"{_DIRECTORY}{_digest()}"
+            key = hashlib.sha256(numba.__version__.encode() + _LOOPS).hexdigest()[:16]
+            directory = parent / f"{_DIRECTORY}{key}"
             if not directory.exists():
                 for other in parent.glob(f"{_DIRECTORY}*"):
                     shutil.rmtree(other, ignore_errors=True)
@@ -135,14 +137,13 @@ def _cache_class() -> Any:
 _DIRECTORY = "zloader-loops-"
 
 
-@functools.cache
-def _digest() -> str:
-    """A digest of numba's version and of all files of zloader that define compiled loops."""
-    import numba
-
+def _loops() -> bytes:
+    """A digest of all files of zloader that define compiled loops."""
     texts = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
-    loops = b"".join(text for text in texts if b"\n@compiled" in text)
-    return hashlib.sha256(numba.__version__.encode() + loops).hexdigest()[:16]
+    return hashlib.sha256(b"".join(text for text in texts if b"\n@compiled" in text)).digest()
+
+
+_LOOPS = _loops()  # when they are imported: pip may replace the files of a running process before it compiles them
 
 
 @compiled
