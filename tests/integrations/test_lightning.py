@@ -301,11 +301,58 @@ def test_other_options_resume_at_the_ends_of_epochs_only(options, tmp_path, chan
     assert_same_minibatches(resumed.seen["train"], loader)
 
 
-def test_a_checkpoint_of_a_plain_loader_is_refused(options, tmp_path):
-    trainer = trainer_of(tmp_path, {"every_n_train_steps": 5}, max_epochs=1)
-    trainer.fit(Model(), zl.Loader(**options))
-    with pytest.raises(OptionError, match="saved without a DataModule of zloader; its state is"):
-        fitted(DataModule(train=options), tmp_path / "epoch=0-step=5.ckpt")
+@pytest.mark.every(15)
+@pytest.mark.parametrize(("saves", "trained"), SAVES.values(), ids=SAVES)
+def test_a_loader_alone_does_not_resume_but_a_module_takes_its_checkpoints(options, tmp_path, saves, trained):
+    """The Trainer would skip epochs, or repeat minibatches, of a Loader that does not know its epochs."""
+    trained = {"num_sanity_val_steps": 1, "limit_val_batches": 2} | trained
+    whole = fitted(DataModule(train=options, val=options), **trained)
+    trainer_of(tmp_path, saves, **trained).fit(Model(), zl.Loader(**options), zl.Loader(**options))
+    paths = sorted(tmp_path.glob("*.ckpt"))
+    assert len(paths) > 1
+    for path in paths:
+        assert_resumed(path, options, whole, **trained)
+        if "every_n_train_steps" in saves:  # the Trainer restores no loader at the end of an epoch
+            with pytest.raises(OptionError, match=r"cannot resume.*\(model, datamodule=DataModule\(train=loader\)"):
+                trainer_of(**trained).fit(Model(), zl.Loader(**options), ckpt_path=path)
+
+
+OTHERS = {
+    "seed": ({"seed": 1}, "seed was 1, is 0"),
+    "ranks": ({"rank": 0, "world_size": 2}, "in the middle of an epoch by 2 ranks, and these are 1"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), OTHERS.values(), ids=OTHERS)
+def test_a_checkpoint_of_another_loader_is_refused(options, tmp_path, change, says):
+    trainer = trainer_of(tmp_path, {"every_n_train_steps": 3}, max_epochs=1)
+    trainer.fit(Model(), zl.Loader(**options | change))
+    with pytest.raises(OptionError, match=says):
+        fitted(DataModule(train=options), tmp_path / "epoch=0-step=3.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # raised by torchdata
+@pytest.mark.parametrize("loaded", ["a loader", "numbers"])
+def test_stateful_data_loaders_skip_the_epoch_after_a_last_step(options, tmp_path, loaded):
+    """docs/lightning.md says so, whatever the data are."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    class Counter(Model):
+        def training_step(self, minibatch, batch_idx):
+            self.seen["train"].append(minibatch)
+            return self.weight.sum()
+
+    def trained(path=None, **options_of_trainer):
+        data = stateful(zl.Loader(**options) if loaded == "a loader" else range(N_BATCHES), batch_size=None)
+        model = Counter()
+        trainer_of(**options_of_trainer).fit(model, data, ckpt_path=path)
+        return len(model.seen["train"])
+
+    for saves, left in (({"every_n_train_steps": N_BATCHES}, 1), ({"save_on_train_epoch_end": True}, 2)):
+        folder = tmp_path / str(left)
+        trained(folder=folder, saves=saves, max_epochs=1)
+        assert trained(folder / f"epoch=0-step={N_BATCHES}.ckpt") == left * N_BATCHES
 
 
 # ---- minibatches on their way

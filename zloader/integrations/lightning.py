@@ -96,8 +96,10 @@ class TrainingEpochs(EvaluationEpochs):
 
         Raises OptionError if it was saved with other options, of other data, or by another number of ranks.
         """
-        if "rest" not in state:
-            raise OptionError(f"the checkpoint was saved without a DataModule of zloader; its state is {state!r:.200}")
+        if "rest" not in state:  # of a Loader that the Trainer got without a DataModule
+            ended = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            world_size = (state.get("stretches") or [[self._world_size]])[-1][0]
+            state = {"world_size": world_size, "rest": None if ended else state}
         if state["rest"] is None:
             return
         advice = "resume with the same, or from a checkpoint that was saved at the end of an epoch"

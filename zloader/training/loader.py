@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -274,8 +275,15 @@ class Loader(_Dataset):
         no rank had received comes exactly once, except that fewer than `world_size` rows are dropped if there are not
         enough left for every rank. Rows that were already received are not read again.
 
-        Raises OptionError, naming the difference, if the state belongs to other data or options.
+        Raises OptionError, naming the difference, if the state belongs to other data or options; and if Lightning's
+        Trainer restores it, which ends epochs at other places than the loader.
         """
+        if sys._getframe(1).f_globals.get("__name__", "").endswith(".utilities.combined_loader"):
+            raise OptionError(
+                "Lightning's Trainer does not tell a Loader where its epochs end, so a Loader alone cannot resume in "
+                "it: give it to the Trainer as trainer.fit(model, datamodule=DataModule(train=loader), ckpt_path=...), "
+                "with DataModule from zloader.integrations.lightning, which resumes from this checkpoint, too"
+            )
         worker = worker_info()
         position = position_of(state, self._identity)
         plan = self.plan(position.epoch)
