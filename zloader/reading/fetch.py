@@ -181,7 +181,7 @@ class FetchScheduler:
         told = self._recipe.columns.told
         for name in obs.keys() - told:
             column = self._columns[name]
-            has_labels = column.recode if isinstance(column, PagedColumn) else column.categories
+            has_labels = column.recode if isinstance(column, PagedColumn) else column.coded
             if has_labels is not None and len(obs[name]) and obs[name].min() < 0:
                 told.add(name)
                 log.warning(
