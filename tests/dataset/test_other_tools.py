@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import scipy.sparse
 import zarr
 
 import zloader as zl
-from zloader.common.errors import FormatError, OptionError
+from zloader.common.errors import FormatError, OptionError, SourceError
 
 TEXT = {"length 1": list("BTB"), "length 6": ["CD4", "CD8α", "CD4"], "length 64": ["é" * 32, "T cell", "T cell"]}
 
@@ -87,7 +89,7 @@ def assert_reads_as(dataset: zl.Dataset, wanted: ad.AnnData) -> None:
         )
     (minibatch,) = zl.Loader(dataset, x=None, obs=columns, shuffle=False, batch_size=dataset.n_obs)
     for name in columns:
-        if wanted.obs[name].dtype.kind in "iuf":
+        if wanted.obs[name].dtype.kind in "biuf":
             continue
         labels = dataset.labels(name)
         codes = minibatch.obs[name].tolist()
@@ -316,3 +318,184 @@ def test_modalities_of_mudata_0_1(tmp_path: Path, suffix: str) -> None:
     obs = ad.read_zarr(tmp_path / "rna.zarr").obs
     assert plain(obs["label"]) == ["B", "T", None, "B"]
     assert obs["donor"].tolist() == ["d2", "d1", "d2", "d1"]
+
+
+def bits_of(kind: str) -> Any:
+    """A type of HDF5 that h5py reads as a usual dtype, but that has other bits."""
+    if kind == "bfloat16":
+        of = h5py.h5t.IEEE_F16LE.copy()
+        of.set_fields(15, 7, 8, 0, 7)
+        of.set_ebias(127)
+    elif kind == "20 bits":
+        of = h5py.h5t.NATIVE_INT32.copy()
+        of.set_precision(20)
+        of.set_offset(4)
+    else:
+        of = h5py.h5t.enum_create(h5py.h5t.NATIVE_INT32)
+        for number, name in enumerate((b"FALSE", b"TRUE")):
+            of.enum_insert(name, number)
+    return of
+
+
+def stored_as(file: h5py.File, name: str, of: Any, values: Any, *, gzip: bool) -> None:
+    attrs, created = dict(file[name].attrs), h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    del file[name]
+    if gzip:
+        created.set_chunk((2,))
+        created.set_deflate(4)
+    stored = h5py.h5d.create(file.id, name.encode(), of, h5py.h5s.create_simple(values.shape), created)
+    stored.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    h5py.Dataset(stored).attrs.update(attrs)
+
+
+@pytest.mark.parametrize("gzip", [False, True])
+@pytest.mark.parametrize("kind", ["bfloat16", "20 bits", "booleans of 4 bytes"])
+def test_numbers_of_types_that_numpy_lacks(tmp_path: Path, kind: str, gzip: bool) -> None:
+    path = tmp_path / "a.h5ad"
+    write(path, TEXT["length 1"])
+    values = {"bfloat16": np.float32([1, 2.5, -3]), "20 bits": np.int32([1, -2, 3])}.get(
+        kind, np.array([1, 0, 1], bool)
+    )
+    x = np.resize(values, 6)
+    with h5py.File(path, "r+") as file:
+        stored_as(file, "obs/n", bits_of(kind), values, gzip=gzip)
+        stored_as(file, "X/data", bits_of(kind), x, gzip=gzip)
+    wanted = ad.read_h5ad(path)
+    assert wanted.obs["n"].tolist() == values.tolist()
+    dataset = zl.open_dataset(path)
+    for use in (lambda: dataset.obs_column("n"), lambda: next(iter(zl.Loader(dataset)))):
+        with pytest.raises(FormatError, match=r"its numbers are of an HDF5 type that NumPy lacks.* Convert it once"):
+            use()
+    assert zl.Loader(dataset, x=["raw/X"], obs=["label"]) is not None
+    zl.convert(path, tmp_path / "a.zarr", progress=False)
+    assert_reads_as(zl.open_dataset(tmp_path / "a.zarr"), wanted)
+    assert zl.verify(tmp_path / "a.zarr", against=path, progress=False).problems == ()
+
+
+def test_a_column_of_16_bytes_does_not_stop_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5ad"
+    write(path, TEXT["length 1"])
+    with h5py.File(path, "r+") as file:
+        stored_as(file, "obs/n", h5py.h5t.NATIVE_LDOUBLE, np.arange(3.0), gzip=False)
+    dataset = zl.open_dataset(path)
+    assert dataset.obs(["label"])["label"].tolist() == TEXT["length 1"]
+    with pytest.raises(FormatError, match="it holds float128"):
+        dataset.obs(["n"])
+
+
+def test_ordered_is_an_array_of_one_number(tmp_path: Path) -> None:
+    """As R writes numbers."""
+    path = tmp_path / "a.h5ad"
+    adata = labelled(["B", "T", None, "B"])
+    adata.write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        for name in ("obs/label", "obs/stage", "var/kind"):
+            file[name].attrs["ordered"] = np.array([file[name].attrs["ordered"]], np.int32)
+    wanted, dataset = ad.read_h5ad(path), zl.open_dataset(path)
+    assert_reads_as(dataset, wanted)
+    assert dataset.obs().dtypes.tolist() == wanted.obs.dtypes.tolist()
+    assert dataset.obs()["stage"].cat.ordered
+    assert not dataset.obs()["label"].cat.ordered
+    assert not dataset.var["kind"].cat.ordered
+
+
+def test_soft_links(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5ad"
+    write(path, TEXT["length 1"])
+    with h5py.File(path, "r+") as file:
+        for name in ("X", "obs/label", "var"):
+            file.move(name, f"uns/{name}")
+            file[name] = h5py.SoftLink(f"/uns/{name}")
+        file["uns/again"] = h5py.SoftLink("/")
+        file["uns/nowhere"] = h5py.SoftLink("/uns/nowhere")
+    with h5py.File(path) as file:
+        wanted = ad.AnnData(*(ad.io.read_elem(file[name]) for name in ("X", "obs", "var")))
+    assert_reads_as(zl.open_dataset(path), wanted)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file, or a Zarr v2 store, to be changed."""
+    if path.suffix == ".zarr":
+        (path / ".zmetadata").unlink(missing_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield zarr.open_group(path, mode="r+", use_consolidated=False)
+    else:
+        with h5py.File(path, "r+") as file:
+            yield file
+
+
+@pytest.mark.parametrize("suffix", [".h5ad", ".zarr"])
+def test_x_is_none(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    adata = labelled(["B", "T"])
+    adata.layers["counts"] = adata.X
+    adata.write_h5ad(path) if suffix == ".h5ad" else write_zarr(adata, path)
+    with opened(path) as root:
+        del root["X"]
+        ad.io.write_elem(root, "X", None)
+    dataset = zl.open_dataset(path)
+    assert dataset.matrix_names == ["raw/X", "layers/counts"]
+    taken, wanted = dataset.take([1, 0], layers=["counts"]), read_anndata(path)
+    assert taken.X is None
+    assert wanted.X is None
+    assert taken.layers["counts"].toarray().tolist() == wanted[[1, 0]].layers["counts"].toarray().tolist()
+    with pytest.raises(FormatError, match=r"there is no matrix 'X'.*; there are: raw/X, layers/counts"):
+        zl.Loader(dataset)
+    assert [found for found in zl.verify(path, progress=False).problems if "v2" not in found.what] == []
+
+
+@pytest.mark.parametrize("suffix", [".h5ad", ".zarr"])
+def test_categories_that_are_nullable_strings(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    adata = labelled(["B", "T", None, "B"])
+    adata.write_h5ad(path) if suffix == ".h5ad" else write_zarr(adata, path)
+    with opened(path) as root, ad.settings.override(allow_write_nullable_strings=True):
+        for name, labels in (("obs/label", ["B", "T"]), ("var/kind", ["x", "y"])):
+            del root[f"{name}/categories"]
+            ad.io.write_elem(root[name], "categories", pd.array(labels, "string"))
+    wanted = read_anndata(path)
+    assert_reads_as(zl.open_dataset(path), wanted)
+    zl.convert([path, path], tmp_path / "b.zarr", progress=False)
+    assert plain(zl.open_dataset(tmp_path / "b.zarr").obs()["label"]) == ["B", "T", None, "B"] * 2
+    assert zl.verify(tmp_path / "b.zarr", against=[path, path], progress=False).problems == ()
+
+
+def test_nullable_integers_in_foreign_byte_order_cannot_be_converted(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5ad"
+    adata = write(path, TEXT["length 1"])
+    adata.obs["nullable"] = pd.array([1, None, 3], "Int64")
+    adata.write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        values = file["obs/nullable/values"][...]
+        stored_as(file, "obs/nullable/values", h5py.h5t.STD_I64BE, values, gzip=False)
+    with pytest.raises(SourceError, match="obs/nullable cannot be read"):
+        zl.convert(path, tmp_path / "a.zarr", progress=False)
+
+
+def test_columns_that_are_not_listed_are_a_finding(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5ad"
+    write(path, TEXT["length 1"])
+    with h5py.File(path, "r+") as file:
+        file["obs"].attrs["column-order"] = h5py.Empty("S1")
+    assert ("obs", "its metadata list None as its columns") in [
+        (found.where, found.what) for found in zl.verify(path, progress=False).problems
+    ]
+
+
+def test_awkward_arrays_are_compared(tmp_path: Path) -> None:
+    awkward = pytest.importorskip("awkward")
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    for path, last in zip(paths, (5.0, 6.0), strict=True):
+        labelled(["B", "T", "B"]).write_h5ad(path)
+        with opened(path) as root:
+            ad.io.write_elem(root["obsm"], "lists", awkward.Array([[1.0, np.nan], [], [last]]))
+    zl.convert(paths[0], tmp_path / "a.zarr", progress=False)
+    assert zl.verify(tmp_path / "a.zarr", against=paths[0], progress=False).problems == ()
+    (problem,) = (
+        found
+        for found in zl.verify(tmp_path / "a.zarr", against=paths[1], progress=False).problems
+        if found.where != "the sources"
+    )
+    assert (problem.where, problem.what) == ("obsm/lists", "differs from the sources")

@@ -282,7 +282,13 @@ class StoredElements(ABC):
 
     def _matrices_in(self, above: str) -> list[str]:
         layers = [f"layers/{layer}" for layer in self.keys(f"{above}layers")]
-        return [name for name in ("X", "raw/X") if f"{above}{name}" in self] + layers
+        return [name for name in ("X", "raw/X") if self._has_matrix(f"{above}{name}")] + layers
+
+    def _has_matrix(self, path: str) -> bool:
+        try:
+            return path in self and self.node(path).attrs.get("encoding-type") != "null"  # X may be None
+        except FormatError:  # as reading it says
+            return True
 
     @cached_property
     def obs_columns(self) -> list[str]:

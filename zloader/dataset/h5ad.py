@@ -29,7 +29,7 @@ from zloader.storage.layout import ArrayLayout
 if TYPE_CHECKING:
     from zarr.core.buffer import BufferPrototype
 
-_INDEX = "/hdf5-2"  # keys of a store do not begin with a slash; the number is that of its format
+_INDEX = "/hdf5-3"  # keys of a store do not begin with a slash; the number is that of its format
 
 
 def conversion_of(location: Location) -> str:

@@ -80,7 +80,8 @@ def _base_address(file: h5py.File) -> int:
 
 def _walk(file: h5py.File) -> Iterator[tuple[str, Any, str]]:
     """The path of each object and the object, or None and why it is not read. Groups come before their members."""
-    waiting: list[tuple[str, h5py.Group, tuple[Any, ...]]] = [("", file, (_identity(file),))]
+    root = h5py.h5o.get_info(file.id)
+    waiting: list[tuple[str, h5py.Group, tuple[int, ...]]] = [("", file, (root.addr,))]
     yield "", file, ""
     while waiting:
         above, group, parents = waiting.pop()
@@ -91,26 +92,22 @@ def _walk(file: h5py.File) -> Iterator[tuple[str, Any, str]]:
                 if isinstance(link, h5py.ExternalLink):
                     yield path, None, f"it is a link to another file, {link.filename!r}"
                     continue
-                if isinstance(link, h5py.SoftLink):
-                    yield path, None, f"it is a link to {link.path!r}"
-                    continue
                 node = group[name]
+                found = h5py.h5o.get_info(node.id)
+                if found.fileno != root.fileno:  # a soft link to an external link
+                    yield path, None, f"it is a link to {link.path!r}, which is in another file"
+                    continue
             except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
                 yield path, None, f"its description in the file is damaged ({error})"
                 continue
             if isinstance(node, h5py.Group):
-                identity = _identity(node)
-                if identity in parents or len(parents) > _MOST_DEPTH:
+                if found.addr in parents or len(parents) > _MOST_DEPTH:
                     yield path, None, "it contains itself"
                     continue
                 yield path, node, ""
-                waiting.append((path, node, (*parents, identity)))
+                waiting.append((path, node, (*parents, found.addr)))
             elif isinstance(node, h5py.Dataset):
                 yield path, node, ""
-
-
-def _identity(node: Any) -> Any:
-    return h5py.h5o.get_info(node.id).addr
 
 
 def _attributes(node: Any) -> dict[str, Any]:
@@ -139,7 +136,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, np.ndarray):
-        return [_plain(each) for each in value.tolist()] if value.ndim else _plain(value.item())
+        single = not value.ndim or (value.size == 1 and value.dtype.kind in "biuf")  # R writes a number as an array
+        return _plain(value.item()) if single else [_plain(each) for each in value.tolist()]
     if isinstance(value, np.generic):
         return _plain(value.item())
     if isinstance(value, list | tuple):
@@ -169,8 +167,11 @@ def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most
         dtype = _records(node[()] if node.dtype.hasobject else np.empty(0, node.dtype), node.dtype).dtype
         fields = [(name, dtype[name].str) for name in dtype.names or ()]
         return {"shape": shape, "records": True, "dtype": fields, "chunks": shape, "inline": None}
-    if node.dtype.hasobject or node.dtype.kind not in "biufcSUV":
+    most_bytes = {"f": 8, "c": 16}.get(node.dtype.kind, node.dtype.itemsize)
+    if node.dtype.hasobject or node.dtype.kind not in "biufcSUV" or node.dtype.itemsize > most_bytes:
         raise Refused(f"it holds {node.dtype}")
+    if not is_of_numpy(node):
+        raise Refused("its numbers are of an HDF5 type that NumPy lacks, such as bfloat16")
     plist = node.id.get_create_plist()
     filters = [_filter(plist.get_filter(number), node.dtype) for number in range(plist.get_nfilters())]
     described = {"shape": shape, "dtype": node.dtype.str, "filters": filters, "fill": _fill_value(node)}
@@ -181,6 +182,18 @@ def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most
     chunks = [int(size) for size in node.chunks]
     tables.append(_chunk_table(node, chunks, filters, base))
     return described | {"chunks": chunks, "table": len(tables) - 1}
+
+
+def is_of_numpy(node: h5py.Dataset) -> bool:
+    """Whether the stored bits are those of the dtype of h5py, into which libhdf5 converts many other types."""
+    stored = node.id.get_type()
+    if isinstance(stored, h5py.h5t.TypeEnumID):
+        stored = stored.get_super()
+    if isinstance(stored, h5py.h5t.TypeFloatID):
+        usual = h5py.h5t.py_create(node.dtype)
+        return (stored.get_fields(), stored.get_ebias()) == (usual.get_fields(), usual.get_ebias())
+    whole = not isinstance(stored, h5py.h5t.TypeIntegerID) or stored.get_precision() == 8 * stored.get_size()
+    return whole and stored.get_size() == node.dtype.itemsize and node.dtype.subdtype is None
 
 
 def _is_text(node: h5py.Dataset) -> bool:

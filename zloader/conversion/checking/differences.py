@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,9 @@ def _difference(wanted: Any, found: Any) -> str | None:
         return column_difference(wanted, found, "entry")
     if wanted is None or found is None:
         return None if wanted is found else in_both(found, wanted)
+    awkward = sys.modules.get("awkward")  # anndata has imported it if these are its arrays
+    if awkward is not None and isinstance(wanted, awkward.Array) and isinstance(found, awkward.Array):
+        return None if awkward.array_equal(wanted, found, equal_nan=True) else "differs from the sources"
     if not all(isinstance(value, np.ndarray | np.generic | str | bool | int | float) for value in (wanted, found)):
         return (
             f"is a {type(found).__name__} in the store, but a {type(wanted).__name__} in the sources, so it was not "

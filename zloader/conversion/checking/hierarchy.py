@@ -283,8 +283,11 @@ class Hierarchy:
     def _check_parts(self, path: str) -> None:
         attributes, encoding = self.attributes(path), self.encoding(path)
         if encoding == "dataframe":
-            names = [attributes.get("_index"), *attributes.get("column-order", [])]
-            self._check_equal(path, [f"{path}/{name}" for name in names])
+            columns = attributes.get("column-order")
+            if not isinstance(columns, list):
+                self._findings.add(path, f"its metadata list {columns!r:.100} as its columns")
+                return
+            self._check_equal(path, [f"{path}/{name}" for name in (attributes.get("_index"), *columns)])
         elif encoding in _PARTS:
             self._check_equal(path, [f"{path}/{part}" for part in _PARTS[encoding]])
             if encoding == "categorical" and not self.shape(f"{path}/categories"):

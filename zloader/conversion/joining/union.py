@@ -18,6 +18,7 @@ from pandas.api import types
 
 from zloader.common.errors import SourceError
 from zloader.selecting.columns import beyond_float64
+from zloader.storage.metadata import stored_length
 
 NOTHING = "no values"
 _TEXT, _TRUTH, _NUMBERS = "text", "true or false", "numbers"
@@ -41,7 +42,7 @@ def stored_kind(node: Any) -> str | None:
     """The kind of a column in an .h5ad file or AnnData Zarr, from its metadata alone; None if they do not tell."""
     encoding = str(node.attrs.get("encoding-type"))
     if encoding == "categorical":
-        return stored_kind(node["categories"]) if node["categories"].shape != (0,) else NOTHING
+        return stored_kind(node["categories"]) if stored_length(node["categories"].native) else NOTHING
     if encoding == "array" and "categories" not in node.attrs:
         return _BY_LETTER.get(node.dtype.kind)
     return _BY_ENCODING.get(encoding)

@@ -162,7 +162,9 @@ class StoredInput(Input):
         return pd.Index(self._column(column), name=None if column == "_index" else column)
 
     def obs_column(self, name: str) -> pd.Series:
-        return pd.Series(self._column(name), name=name)
+        column = self._column(name)
+        with reading(f"{self.name}: obs/{name}"):
+            return pd.Series(column, name=name)
 
     def _column(self, name: str) -> Any:
         """The values of a column of obs, whose length has been checked."""

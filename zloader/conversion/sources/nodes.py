@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from zloader.access.zarr_groups import require_fresh, undecodable_key
 from zloader.common.errors import FormatError, SourceError, ZloaderError
+from zloader.reading.hdf5_scan import is_of_numpy
 
 _DEFLATE, _SHUFFLE = 1, 2  # https://docs.hdfgroup.org: identifiers of filters
 _MAX_THREADS = 16
@@ -39,7 +40,7 @@ _UNSTORABLE = frozenset("/\\\0")  # zarr-python turns a backslash into a slash
 
 def in_threads(array: Any) -> Any:
     """Wraps a one-dimensional gzip dataset so that it decompresses in several threads; returns other arrays as is."""
-    if not isinstance(array, h5py.Dataset) or array.chunks is None or array.ndim != 1:
+    if not isinstance(array, h5py.Dataset) or array.chunks is None or array.ndim != 1 or not is_of_numpy(array):
         return array
     filters = array.id.get_create_plist()
     kinds = [filters.get_filter(number)[0] for number in range(filters.get_nfilters())]
