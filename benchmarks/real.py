@@ -1,4 +1,4 @@
-""" "zloader and the other tools that are installed, on a store where it lies. Nothing but the results is written.
+"""zloader and the other tools that are installed, on a store where it lies. Nothing but the results is written.
 
     python -m benchmarks.real --store s3://BUCKET/atlas.zarr --anon --minutes 30
     python -m benchmarks.real --store gs://BUCKET/plate1.h5ad --project MY-PROJECT --output plate1.html
@@ -6,7 +6,8 @@
 The store may be anything that `zl.open_dataset` opens: AnnData Zarr, an annbatch collection or an .h5ad file, locally
 or at a URL. It is only read. Mirrors are in a temporary directory (`--work` says where), which is removed at the end.
 The tools run in this Python, or in the environments that `python -m benchmarks.compare.rivals make NAME` has made.
-Nothing is installed. Tools that are not installed, or cannot read such a store, are listed with the reason.
+Nothing is installed. Of tools that could read the store but are not installed, it says how to install them. The page
+also lists those that cannot read it.
 
 It measures the link or the disk, cold and warm epochs in turns, the share of waiting of a consumer that takes 3 ms per
 minibatch, and GETs, bytes and dollars; and it computes the dollars of a whole epoch from the plan. The minutes are
@@ -21,12 +22,13 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +43,7 @@ from benchmarks.compare.presets import QUICK, Preset
 from benchmarks.compare.reporting.elsewhere import REAL
 from benchmarks.compare.reporting.records import RecordsError, read
 from benchmarks.compare.reporting.results import Results
+from benchmarks.compare.reporting.tables import alone, verdict
 from benchmarks.compare.session import Contender, Prices, Session
 from benchmarks.harness.sides import StoreElsewhere, StoreLocation
 from zloader.commands.flags import Access
@@ -70,9 +73,7 @@ class RealSession(Session):
     _turn_at: float = 0.0
 
     def python(self, name: str, found: Peer, options: Any) -> Path:
-        """The Python in which a tool is installed that can read the store. Raises EnvironmentFailed."""
-        if not any(side.can_read(self.kind) for side in found.sides.values()):
-            raise rivals.EnvironmentFailed(f"it cannot read a {self.kind} store where it lies")
+        """The Python in which a tool is installed. Raises EnvironmentFailed."""
         return Path(sys.executable) if name == "zloader" else rivals.installed(name, options.environments)
 
     def located(self, contender: Contender, data: Data, *, cloud: bool) -> AbstractContextManager[StoreLocation]:
@@ -196,6 +197,21 @@ def sampled(contender: Contender, rows: int) -> Contender:
     return replace(contender, side=replace(contender.side, how=how, options=options))
 
 
+def can_read(name: str, kind: str) -> bool:
+    """Whether a tool reads a store of this kind where it lies."""
+    return any(side.can_read(kind) for side in peers.peer(name).sides.values())
+
+
+def not_compared(kind: str, able: Collection[str], running: Collection[str]) -> str:
+    """That no other loader than zloader runs, why, and what installs one; "" if one runs."""
+    if set(running) - {"zloader"}:
+        return ""
+    commands = [f"pip install {shlex.join(peers.peer(name).requirements)}" for name in able if name != "zloader"]
+    if commands:
+        return f"No other loader is installed, so nothing was compared. Any of these installs one: {'; '.join(commands)}"
+    return f"No other loader of --peers reads a store of the kind {kind!r} where it lies, so nothing was compared."
+
+
 def points(store: Opened, where: StoreElsewhere, preset: Preset, prices: Prices) -> list[str]:
     """What the page says of this store and of its costs."""
     rows, n_bytes = store.data.rows, size(store.stored_bytes)
@@ -218,20 +234,24 @@ def points(store: Opened, where: StoreElsewhere, preset: Preset, prices: Prices)
 
 def measure(session: RealSession, options: argparse.Namespace, ready: list[float]) -> None:
     """Opens the store, and runs the tools in turns."""
-    sides = session.add(options.peers, options)
+    able = [name for name in options.peers if can_read(name, session.kind)]
+    sides = session.add(able, options)
+    unable = f"it cannot read a store of the kind {session.kind!r} where it lies"
+    sides += [{"record": "missing", "peer": name, "reason": unable} for name in options.peers if name not in able]
     session.contenders = [each for each in session.contenders if each.side.can_read(session.kind)]
     names = {each.name for each in session.contenders}
     if not names:
         sys.exit(f"no tool of --peers is installed that can read {session.where.url}; zloader can")
     seconds = require_time(options.minutes, len(names))
-    session.say(f"{', '.join(sorted(names))}: {options.minutes:g} minutes")
+    session.say(f"{'; '.join(sorted(names))}: {options.minutes:g} minutes")
+    reason = not_compared(session.kind, able, {each.tool for each in session.contenders})
     store = opened(session.where, seconds)
     session.data = {store.data.name: store.data}
     session.preset = preset_of(store, len(names), seconds, shutil.disk_usage(session.work).free, options.turns)
     if session.preset.rows < store.data.rows:
         session.contenders = [sampled(each, session.preset.rows) for each in session.contenders]
     said = points(store, session.where, session.preset, session.prices)
-    session.record("run", **run.about(options, session, module="real"), points=said)
+    session.record("run", **run.about(options, session, module="real"), points=said, alone=reason)
     ready.append(time.monotonic())
     print(*said, sep="\n", file=sys.stderr)
     how = {each.name: {"how": each.side.how} for each in session.contenders}
@@ -293,9 +313,11 @@ def main(arguments: list[str] | None = None) -> None:
     if not ready:
         sys.exit("nothing was measured yet, so no page is written")
     try:
-        options.output.write_text(report.html(Results(read(options.records))), encoding="utf-8")
+        results = Results(read(options.records))
     except RecordsError as error:
         sys.exit(str(error))
+    options.output.write_text(report.html(results), encoding="utf-8")
+    print(verdict(results), alone(results), file=sys.stderr)
     print(options.output)
     if stopped == "interrupted":
         sys.exit(130)

@@ -175,6 +175,9 @@ def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
     ahead = results(tmp_path, one_case(("zloader", [100]), ("annbatch", [50])))
     (text,) = tables.sections(ahead)[1].text
     assert text.startswith("No other loader was better than zloader in any case of this run.")
+    for peer in ("zloader, no mirror", "AnnData in memory"):
+        alone = results(tmp_path, one_case(("zloader", [100]), (peer, [50])))
+        assert tables.sections(alone)[1].text == ["No other loader was measured, so nothing was compared."]
 
 
 @pytest.mark.every(3)

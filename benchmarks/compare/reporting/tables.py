@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.compare.reporting import costs, elsewhere, figures
 from benchmarks.compare.reporting.records import Key, Records, Run
-from benchmarks.compare.reporting.results import Entry, Headline, Results
+from benchmarks.compare.reporting.results import Entry, Headline, Results, is_rival
 from benchmarks.compare.reporting.turns import Spread
 from benchmarks.compare.reporting.words import (
     CEILING,
@@ -66,6 +66,14 @@ def verdict(results: Results) -> str:
     found = results.headlines()
     chosen = [headline for headline in found if "local disk" in headline.label] or found[:2]
     return " ".join(map(_sentence, chosen)) or "zloader was not measured in the scenarios that sum up a run."
+
+
+def alone(results: Results) -> str:
+    """That no other loader was measured, and why if the run says so; "" if one was."""
+    if any(is_rival(each.peer) for each in results.records.measurements):
+        return ""
+    said = results.records.run.extra.get("alone")
+    return str(said or "No other loader was measured, so nothing was compared.")
 
 
 def _sentence(headline: Headline) -> str:
@@ -180,7 +188,7 @@ def _behind(results: Results) -> list[Section]:
         return []
     header = ["case", "better", OURS, "zloader's advantage"]
     text = f"In these cases another loader was better than zloader, in the median of the turns.{_MAIN}{_CEILING}"
-    none = f"No other loader was better than zloader in any case of this run.{_MAIN}{_CEILING}"
+    none = alone(results) or f"No other loader was better than zloader in any case of this run.{_MAIN}{_CEILING}"
     caption = "The best other tool in each case. zloader's advantage is a ratio. Above 1: zloader is better."
     tables = [Table(caption, header, rows, words=True)] if rows else []
     return [Section(title="Where another tool is better", text=[text if rows else none], tables=tables)]
