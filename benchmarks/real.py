@@ -208,7 +208,7 @@ def not_compared(kind: str, able: Collection[str], running: Collection[str]) -> 
         return ""
     commands = [f"pip install {shlex.join(peers.peer(name).requirements)}" for name in able if name != "zloader"]
     if commands:
-        return f"No other loader is installed, so nothing was compared. Any of these installs one: {'; '.join(commands)}"
+        return f"No other loader is installed, so nothing was compared. To install one: {', or '.join(commands)}"
     return f"No other loader of --peers reads a store of the kind {kind!r} where it lies, so nothing was compared."
 
 

@@ -84,7 +84,8 @@ def markdown(results: Results, figures: str) -> str:
     intro = (
         f"This page is made by `benchmarks/compare/report.py` from the run `{results.records.path.name}`, which began "
         f"{facts['began']} on {facts.get('processor', 'a machine')} at commit {facts['commit']}. Do not edit it. "
-        "[benchmarks/README.md](../benchmarks/README.md) says how to repeat the run."
+        "[benchmarks/README.md](../benchmarks/README.md) says how to repeat the run. "
+        "[Performance](performance.md) says how to compare the tools on your own data."
     )
     found = sections(results)
     parts = ["# Benchmarks", _wrapped(intro), _wrapped(_text(verdict(results)))]

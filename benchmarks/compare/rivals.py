@@ -93,8 +93,8 @@ def installed(name: str, directory: Path | None = None) -> Path:
     needed = [re.split(r"[^\w.-]", requirement)[0] for requirement in rival.requirements]
     if missing := sorted(set(needed) - set(versions(needed))):
         raise EnvironmentFailed(
-            f"{', '.join(missing)} not installed: run 'pip install {shlex.join(rival.requirements)}', or for an "
-            f"environment of its own 'python -m benchmarks.compare.rivals make {name}'"
+            f"{', '.join(missing)} not installed. To install: pip install {shlex.join(rival.requirements)}. Or, for an "
+            f"environment of its own: python -m benchmarks.compare.rivals make {name}"
         )
     return Path(sys.executable)
 

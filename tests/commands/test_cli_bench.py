@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import signal
 import statistics
 import time
@@ -16,6 +17,7 @@ from helpers import counts, write_store
 from pages import Page
 from test_cli import params, zloader
 
+import benchmarks.real as real
 import zloader as zl
 from zloader.commands import bench as bench_command
 from zloader.commands import bench_run
@@ -126,6 +128,7 @@ def test_as_text_a_line_an_epoch_and_a_table(store, tmp_path):
     assert int(rows["GETs"][0]) > 0
     assert "\x1b" not in done.stdout
     assert "in flight now" not in done.stdout
+    assert real.parsed(shlex.split(lines[-1].partition("benchmarks.real ")[2])).store == str(store)
     assert {words.split(":")[0] for words in lines if "you" in words} == {"Cold epochs", "Warm epochs"}
 
 

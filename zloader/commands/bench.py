@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,6 +211,9 @@ def bench(flags: BenchFlags) -> None:
         if flags.report is not None and run.epochs:
             report(run, flags.access.storage_options, flags.words).write(flags.report)
             console.print(f"report: {flags.report.absolute()}")
+        if not run.interrupted and len(flags.urls) == 1:
+            words = shlex.join(["--store", *flags.urls, *flags.access.words])
+            console.print(f"To compare other loaders, in a clone of the repository: python -m benchmarks.real {words}")
 
     try:
         _measure(flags, loader, run, console)
