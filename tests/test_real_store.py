@@ -181,7 +181,7 @@ def kind_of(url: str) -> str:
 def test_it_says_that_nothing_was_compared_and_what_installs_another_loader():
     assert real.not_compared("h5ad", ["zloader", "scdataset"], {"zloader", "scdataset"}) == ""
     said = real.not_compared("zarr", ["zloader", "annbatch", "scdataset"], {"zloader"})
-    assert said.startswith("No other loader is installed, so nothing was compared. To install one: pip install annb")
+    assert said.startswith("No other loader is installed, so nothing was compared. To install one: pip install 'annb")
     assert said.endswith(", or pip install scdataset anndata torch s3fs")
     assert "nothing was compared" in real.not_compared("remote h5ad", ["zloader"], {"zloader"})
     able = {kind: [name for name in peers.MODULES if real.can_read(name, kind)] for kind in peers.KINDS}
