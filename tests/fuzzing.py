@@ -32,6 +32,7 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common.errors import ZloaderError
 from zloader.conversion.convert import convert_to
+from zloader.training.recipes import LAYOUTS
 
 DTYPES = ("float32", "float64", "int32", "uint16", "int8")
 
@@ -145,7 +146,7 @@ class Round:
             "x": str(rng.choice(["X", "layers/twice"])),
             "obs": ["label", "text", "number", "maybe"],
             "obsm": ["X_pca"],
-            "layout": str(rng.choice(["csr", "dense", "packed", "scipy"])),
+            "layout": str(rng.choice(LAYOUTS)),
             "dtype": str(rng.choice(["float32", "float64"])),
             "seed": int(rng.integers(99)),
             "rank": 0,

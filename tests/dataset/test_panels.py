@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.testing import assert_resumes_anywhere
+from zloader.training.recipes import LAYOUTS
 
 pytestmark = pytest.mark.any_version
 
@@ -189,7 +190,7 @@ def same_epochs(found: zl.Loader, wanted: zl.Loader) -> None:
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transforms", [[], [LOG]], ids=["counts", "logs"])
 def test_a_loader_of_a_panel_has_its_columns(dataset, layout, transforms):
     options = {**SIZES, "layout": layout, "transforms": transforms}

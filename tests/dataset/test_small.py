@@ -17,6 +17,7 @@ from sources import layers_of
 import zloader as zl
 from zloader.common import machine
 from zloader.common.errors import MissingColumnError, OptionError
+from zloader.training.recipes import LAYOUTS
 
 ADATA = counts(50, 12)
 ADATA.layers["spliced"] = ADATA.X * 2
@@ -128,7 +129,7 @@ def test_many_columns_are_cut_in_html(tmp_path: Path) -> None:
 def test_loaders_and_minibatches_are_shown_briefly(dataset: zl.Dataset) -> None:
     plain = zl.Loader(dataset)
     assert repr(plain) == f"<Loader of Dataset with n_obs x n_vars = 50 x 12 of {dataset.url}: batch_size=64>"
-    for layout in ("csr", "dense", "packed", "scipy"):
+    for layout in LAYOUTS:
         loader = zl.Loader(dataset, layout=layout, obs=["lane"], x=["X", "layers/dense"], sampling="streaming")
         assert "\n" not in repr(loader)
         assert "obs=['lane']" in repr(loader)

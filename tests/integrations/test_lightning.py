@@ -17,6 +17,7 @@ from helpers import assert_same_minibatches, counts, write_store
 
 import zloader as zl
 from zloader.common.errors import OptionError
+from zloader.training.recipes import LAYOUTS
 
 N_ROWS = 53
 N_BATCHES = 7
@@ -358,7 +359,7 @@ def test_stateful_data_loaders_skip_the_epoch_after_a_last_step(options, tmp_pat
 # ---- minibatches on their way
 
 
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_minibatches_stay_on_the_cpu_as_they_are(options, layout):
     data = DataModule(predict=options | {"layout": layout})
     minibatch = next(iter(data.predict_dataloader()))

@@ -13,6 +13,7 @@ from helpers import counts, dense, write_store
 
 import zloader as zl
 from zloader.training.packed import PackedRows
+from zloader.training.recipes import LAYOUTS
 from zloader.training.tokens import Tokens
 
 ADATA = counts(90, 40)
@@ -75,7 +76,7 @@ def spoil(minibatch: zl.Minibatch) -> int:
 
 
 @pytest.mark.every(15)  # each layout once, and each cache
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cache", CACHES)
 def test_changes_are_not_seen_later(store, tmp_path, layout, cache):
     def loader() -> zl.Loader:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.testing import assert_resumes_anywhere
+from zloader.training.recipes import LAYOUTS
 
 pytestmark = pytest.mark.any_version
 
@@ -72,7 +73,7 @@ def assert_controlled(minibatch, n=1) -> int:
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_minibatches_have_whole_sets_with_their_labels_and_matched_controls(url, layout):
     loader = loader_of(url, layout=layout, obsm=["X_pca"])
     for epoch in range(2):

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 
 import zloader as zl
 from zloader.common.errors import OptionError
+from zloader.training.recipes import LAYOUTS
 from zloader.transforms import Clip, Downsample, LogNormalize, Normalize, RowValues, Scale, Transform
 
 N_ROWS, N_GENES = 9, 6
@@ -113,6 +114,12 @@ def check(
     )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_transform_in_each_layout(dataset: zl.Dataset, layout: str) -> None:
+    for transform, genes, x in product(POOL, [None, [0, 5, 1]], ["X", "layers/dense"]):
+        check(dataset, [transform], genes, layout, x)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("x", ["X", "layers/dense"])
 def test_all_pairs_with_genes_as_dense_rows(dataset: zl.Dataset, x: str) -> None:
@@ -124,7 +131,7 @@ def test_all_pairs_with_genes_as_dense_rows(dataset: zl.Dataset, x: str) -> None
 @given(
     transforms=st.lists(st.sampled_from(POOL), min_size=1, max_size=5),
     genes=st.none() | st.lists(st.integers(0, N_GENES - 1), min_size=1, unique=True),
-    layout=st.sampled_from(["dense", "csr", "packed", "scipy"]),
+    layout=st.sampled_from(LAYOUTS),
     x=st.sampled_from(["X", "layers/dense"]),
     dtype=st.sampled_from([None, "float64", "int64"]),
 )

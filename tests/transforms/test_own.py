@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.testing import assert_resumes_anywhere
+from zloader.training.recipes import LAYOUTS
 from zloader.transforms import Columns, Normalize, RefusedValue, RowValues, Transform
 
 SIZES: dict[str, Any] = {"batch_size": 8, "fetch_factor": 3, "sampling": zl.BlockShuffling(4), "seed": 2}
@@ -88,7 +89,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> zl.Dataset:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("genes", [None, [7, 2, 11]])
 def test_every_layout_and_genes(dataset, layout, genes):
     chosen = slice(None) if genes is None else genes

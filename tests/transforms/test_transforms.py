@@ -19,6 +19,7 @@ import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.reading.forms import Transforming
 from zloader.testing import assert_resumes_anywhere
+from zloader.training.recipes import LAYOUTS
 from zloader.transforms import Clip, Downsample, LogNormalize, Normalize, Scale
 from zloader.transforms.normalizing import _log_normalize, sum_of
 
@@ -83,7 +84,7 @@ LIKE_SCANPY = {
 
 
 @pytest.mark.every(4)
-@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LIKE_SCANPY)
 def test_it_equals_scanpy(dataset, name, layout):
     transforms, steps = LIKE_SCANPY[name]

@@ -45,7 +45,7 @@ Memory = Annotated[
         show_default="set by the machine's memory",
     ),
 ]
-Layout = Annotated[str, _loader_option("--layout", help="csr, dense, packed, scipy or anndata.")]
+Layout = Annotated[str, _loader_option("--layout", help="csr, dense, packed or scipy.")]
 Dtype = Annotated[
     str | None,
     _loader_option(
