@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import pickle
+import re
 import time
 import uuid
 from pathlib import Path
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import zloader as zl
+from zloader.commands import flags
 from zloader.common.errors import MissingColumnError, OptionError, StoreChangedError
 from zloader.training import loader as loader_module
 from zloader.training import minibatch as minibatch_module
+from zloader.training.recipes import LAYOUTS
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 ADATA = counts(503, 97)
@@ -134,6 +137,15 @@ def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
     write_store(adata, "cells.zarr", tmp_path)
     assert doctest.testmod(loader_module) == (0, 9)
     assert doctest.testmod(minibatch_module) == (0, 4)
+
+
+def test_each_layout_is_named_where_users_look():
+    page = (Path(zl.__file__).parents[1] / "docs" / "loader.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| `layout`"))
+    (doc,) = re.findall(r"\n +layout: (.*?)\n +\w+: ", zl.Loader.__doc__, re.DOTALL)
+    of_type, of_flag = zl.Loader.__annotations__["layout"], str(flags.Layout.__metadata__[0].help)
+    for text in (row, doc, of_type, of_flag):
+        assert set(LAYOUTS) <= set(re.findall(r"\w+", text)), text
 
 
 @pytest.mark.every(21)  # each layout, and each kind in two dtypes
@@ -377,7 +389,7 @@ def test_a_store_changed_between_pickling_and_opening_is_refused(tmp_path):
         ({"sampling": "block"}, OptionError, "sampling must be one of 'block_shuffling', .* not 'block'"),
         ({"rank": 2, "world_size": 2}, OptionError, "ranks are numbered from 0"),
         ({"rank": 1}, OptionError, "together"),
-        ({"layout": "anndata"}, OptionError, "layout must be one of 'csr', 'dense', 'packed', 'scipy', not"),
+        ({"layout": "anndata"}, OptionError, "layout must be one of 'csr', .*, not 'anndata'"),
         ({"sampling": zl.Streaming(indices=[503])}, OptionError, "row 503"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
