@@ -243,6 +243,8 @@ def test_frames_of_anndata_0_7(tmp_path: Path, suffix: str) -> None:
         written_old(labelled(["NK", "T", "T", "NK"], 4), tmp_path / f"two{suffix}"),
     ]
     of_paths = [read_anndata(path) for path in paths]
+    with opened(paths[1]) as root:
+        root.attrs["encoding-type"] = "AnnData"  # as MuDataSeurat writes it
     for path, wanted in zip(paths, of_paths, strict=True):
         dataset = zl.open_dataset(path)
         assert_reads_as(dataset, wanted)
@@ -304,6 +306,10 @@ def test_modalities_of_mudata_0_1(tmp_path: Path, suffix: str) -> None:
         whole = mudata.MuData(parts)
         whole.obs["donor"] = pd.Categorical(["d2", "d1", "d2", "d1"])
         path = written_old(whole, tmp_path / f"a{suffix}")
+    with opened(path) as root:
+        rows = root["obsmap/rna"][...].astype(float)  # R's numbers
+        del root["obsmap/rna"]
+        ad.io.write_elem(root["obsmap"], "rna", rows)
     dataset = zl.open_dataset(path)
     assert dataset.obs(["donor"])["donor"].tolist() == ["d2", "d1", "d2", "d1"]
     assert plain(dataset.obs(["rna:label"])["rna:label"]) == ["B", "T", None, "B"]
@@ -385,6 +391,35 @@ def test_a_column_of_16_bytes_does_not_stop_the_others(tmp_path: Path) -> None:
     assert dataset.obs(["label"])["label"].tolist() == TEXT["length 1"]
     with pytest.raises(FormatError, match="it holds float128"):
         dataset.obs(["n"])
+
+
+@pytest.mark.parametrize("names", [("FALSE", "TRUE"), ("FALSE", "TRUE", "NA")])
+def test_booleans_of_hdf5r(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """They are bytes with a precision of 1 or 2 bits."""
+    path = tmp_path / "a.h5ad"
+    adata = labelled(["B", "T", None, "B"])
+    adata.obs["flag"], adata.obs["maybe"] = True, pd.array([1, None, 3, 4], "Int64")
+    adata.write_h5ad(path)
+    base = h5py.h5t.NATIVE_UINT8.copy()
+    base.set_precision(len(names) - 1)
+    of = h5py.h5t.enum_create(base)
+    for number, name in enumerate(names):
+        of.enum_insert(name.encode(), number)
+    with h5py.File(path, "r+") as file:
+        logical = h5py.enum_dtype({name: number for number, name in enumerate(names)}, "u1")
+        values = np.array([0, 1, len(names) - 1, 0], bool if len(names) == 2 else logical)
+        stored_as(file, "obs/flag", of, values, gzip=True)
+        if len(names) == 2:
+            stored_as(file, "obs/maybe/mask", of, np.array([False, True, False, False]), gzip=False)
+    wanted = ad.read_h5ad(path)
+    assert wanted.obs["flag"].tolist() == values.tolist()
+    dataset = zl.open_dataset(path)
+    assert dataset.obs()["flag"].tolist() == values.tolist()
+    assert plain(dataset.obs()["maybe"]) == [1, None, 3, 4]
+    assert dataset.obs_column("flag").taken(np.arange(4)).tolist() == values.tolist()
+    zl.convert(path, tmp_path / "a.zarr", progress=False)
+    assert ad.read_zarr(tmp_path / "a.zarr").obs["flag"].tolist() == values.tolist()
+    assert zl.verify(path, against=path, progress=False).problems == ()
 
 
 def test_ordered_is_an_array_of_one_number(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from zloader.common.locks import cached_property
 from zloader.common.options import Cache
 from zloader.common.other_formats import conversion_of_10x, conversion_of_hdf5
 from zloader.dataset.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
-from zloader.dataset.modalities import MUDATA
+from zloader.dataset.modalities import ROOTS
 from zloader.dataset.store import OpenedStore
 from zloader.storage.layout import ArrayLayout
 
@@ -71,7 +71,7 @@ class OpenedFile(OpenedStore):
         encoding, url, nodes = self.root.attrs.get("encoding-type"), self.location.url, self.index.nodes
         if any(path.endswith("/barcodes") and path.replace("/barcodes", "/indptr") in nodes for path in nodes):
             raise FormatError(f"{url} is a 10x file. {conversion_of_10x(url, 'read_10x_h5')}")
-        if encoding not in ("anndata", MUDATA):
+        if encoding not in ROOTS:
             raise FormatError(
                 f"{url} is an HDF5 file, but not an .h5ad file of AnnData 0.8 or later: its root has encoding-type "
                 f"{encoding!r}, not 'anndata'. "

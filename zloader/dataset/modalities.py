@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 MUDATA = "MuData"
+ROOTS = ("anndata", "AnnData", MUDATA)  # encoding-types of a root; R's MuDataSeurat writes the second
 _MATRIX = re.compile(r"([^/]+):(X|raw/X|layers/.+)", re.DOTALL)
 
 

@@ -37,7 +37,7 @@ from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
 from zloader.dataset.elements import StoredElements
-from zloader.dataset.modalities import MUDATA, path_of
+from zloader.dataset.modalities import ROOTS, path_of
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.genes import ChosenGenes
@@ -89,7 +89,7 @@ class OpenedStore(StoredElements):
     def require_anndata(self) -> None:
         """Raises FormatError if the root is not an AnnData or MuData element with obs and var."""
         encoding = self.root.attrs.get("encoding-type")
-        if encoding not in ("anndata", MUDATA):
+        if encoding not in ROOTS:
             raise FormatError(
                 f"{self.location.url} is not an AnnData store: its root says encoding-type {encoding!r}, not 'anndata'"
             )

@@ -193,6 +193,8 @@ def is_of_numpy(node: h5py.Dataset) -> bool:
         usual = h5py.h5t.py_create(node.dtype)
         return (stored.get_fields(), stored.get_ebias()) == (usual.get_fields(), usual.get_ebias())
     whole = not isinstance(stored, h5py.h5t.TypeIntegerID) or stored.get_precision() == 8 * stored.get_size()
+    if not whole and stored.get_offset() == 0 and stored.get_sign() == h5py.h5t.SGN_NONE:
+        whole = stored.get_pad()[1] == h5py.h5t.PAD_ZERO  # such as booleans of hdf5r, which have a precision of 1 bit
     return whole and stored.get_size() == node.dtype.itemsize and node.dtype.subdtype is None
 
 

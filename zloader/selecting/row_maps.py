@@ -23,9 +23,9 @@ def checked_map(stored: NDArray[Any], *, n_whole: int, n_rows: int, refused: Cal
     Raises what `refused` makes of the reason unless each of `n_rows` rows of the part is one of the `n_whole` rows.
     """
     found = stored.reshape(-1) if stored.ndim == 2 else stored  # as versions before 0.2 wrote it
-    if found.shape != (n_whole,) or found.dtype.kind not in "iu":
+    if found.shape != (n_whole,) or found.dtype.kind not in "iuf":  # numbers of R are floats
         raise refused(f"it has {stored.dtype} {stored.shape}, and not one whole number for each row")
-    wrong = np.flatnonzero((found < 0) | (found > n_rows))
+    wrong = np.flatnonzero((found < 0) | (found > n_rows) | (found % 1 != 0))
     if len(wrong):
         raise refused(f"row {wrong[0]} is row {found[wrong[0]]} of {n_rows} rows, counted from 1")
     rows: RowMap = (found.astype(np.int64) - 1).astype(np.int32 if n_rows < 1 << 31 else np.int64)

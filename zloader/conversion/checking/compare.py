@@ -75,10 +75,10 @@ class Comparison:
                 if path not in in_sources:
                     self._findings.add(path, "is in the store, but not in the sources")
             for part in parts:
-                if self._hierarchy.encoding(part.path) == part.attributes["encoding-type"]:
+                kind = part.attributes["encoding-type"]
+                if self._hierarchy.encoding(part.path).lower() == kind.lower():  # R's MuDataSeurat writes "AnnData"
                     self._compare(part, options)
                 else:
-                    kind = part.attributes["encoding-type"]
                     self._findings.add(part.path or AGAINST, f"is no {kind} in the store, but one in the sources")
 
     def _order(self) -> Any:
