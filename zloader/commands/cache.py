@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
+from rich.console import Console, Group
+from rich.styled import Styled
 
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, EndedError, app, takes_flags
@@ -285,7 +285,7 @@ def _ask(entries: Sequence[MirrorEntry]) -> None:
     if not sys.stdin.isatty():
         raise OptionError(f"mirrors to delete: {len(entries)}. Add --yes, because there is no terminal to confirm on")
     for entry in entries:
-        typer.echo(f"{entry.url}: {size(entry.allocated_bytes)} in {entry.directory}", err=True)
+        terminal.console(stderr=True).print(f"{entry.url}: {size(entry.allocated_bytes)} in {entry.directory}")
     on_disk = size(sum(entry.allocated_bytes for entry in entries))
     typer.confirm(f"Delete these mirrors ({on_disk})?", abort=True, err=True)
 
@@ -296,7 +296,7 @@ def _show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorIns
     table.columns[0].overflow = "fold"
     for entry, inspection in found:
         lines = [entry.directory.name, *_panels(inspection)]
-        mirror = Text.assemble(entry.url, *((f"\n{line}", "dim") for line in lines))
+        mirror = Group(entry.url, *(Styled(line, "dim") for line in lines))
         share = f"{inspection.share:.0%}" if inspection.bytes_in_all else ""
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
         sizes = (size(inspection.bytes_held), share, size(entry.allocated_bytes))

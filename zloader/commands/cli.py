@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from zloader.commands import bench as cli_bench
 from zloader.commands import cache as cli_cache
@@ -143,7 +141,8 @@ def _costs(dataset: Dataset, x: str | list[str], sizes: dict[str, int], order: d
 
 
 def _show_store(console: Console, summary: StoreSummary) -> None:
-    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts = terminal.new_table("", "")
+    facts.show_header, facts.columns[0].style = False, "bold"
     for name, fact in (
         ("store", summary.url),
         ("rows x genes", f"{summary.rows:,} x {summary.genes:,}"),
@@ -152,7 +151,7 @@ def _show_store(console: Console, summary: StoreSummary) -> None:
         ("fingerprint", summary.fingerprint),
     ):
         if fact:
-            facts.add_row(Text(name, style="bold"), Text(fact))
+            facts.add_row(name, fact)
     console.print(facts)
     obs = terminal.new_table("obs column", "kind", ">categories")
     for column in summary.obs:
@@ -164,8 +163,9 @@ def _show_store(console: Console, summary: StoreSummary) -> None:
 
 
 def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
+    console.line()
     console.print(
-        f"\n{matrix.name}: {matrix.encoding}, {matrix.rows:,} x {matrix.genes:,}, "
+        f"{matrix.name}: {matrix.encoding}, {matrix.rows:,} x {matrix.genes:,}, "
         f"{matrix.values:,} values ({matrix.density:.2%})"
         + (f", {matrix.bytes_per_value:.2f} bytes per value" if matrix.bytes_per_value else ""),
         style="bold",
@@ -197,8 +197,9 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
 
 def _show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int], order: str) -> None:
     fetch_rows = sizes["batch_size"] * sizes["fetch_factor"]
+    console.line()
     console.print(
-        f"\nEpoch over {x}: minibatches of {sizes['batch_size']:,} rows, fetches of {fetch_rows:,}, {order}",
+        f"Epoch over {x}: minibatches of {sizes['batch_size']:,} rows, fetches of {fetch_rows:,}, {order}",
         style="bold",
     )
     table = terminal.new_table("", ">GETs", ">bytes")

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -19,6 +20,7 @@ import typer
 import typer.core
 
 from zloader.common.errors import ZloaderError
+from zloader.common.messages import printable, printable_lines
 from zloader.common.removed import advice_for_command
 from zloader.common.version import __version__
 
@@ -65,7 +67,7 @@ def _signals_end() -> Iterator[None]:
 def _plain_warnings() -> Iterator[None]:
     """While the context lasts, a warning is one line without the place in the code, which a user did not write."""
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
     try:
         yield
     finally:
@@ -101,6 +103,10 @@ class _Commands(typer.core.TyperGroup):
             _leave(128 + signal.SIGINT)
         except EndedError as error:
             _leave(128 + error.number)
+        except Exception as error:
+            if hasattr(error, "format_message"):  # wrong arguments, such as the files of a directory
+                error.message = printable(error.message)  # type: ignore[attr-defined]
+            raise
 
 
 def _leave(status: int) -> NoReturn:
@@ -111,7 +117,17 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-app = typer.Typer(
+class _App(typer.Typer):
+    """Shows the traceback of an error of another kind, in which text from a store may be."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - Python would print the message as it is
+            sys.exit(printable_lines(traceback.format_exc().rstrip()))
+
+
+app = _App(
     cls=_Commands,
     add_completion=False,
     no_args_is_help=True,

@@ -79,9 +79,10 @@ def _examined(flags: DoctorFlags) -> list[Finding]:
 def _show(console: Console, found: Sequence[Finding]) -> None:
     for part, findings in itertools.groupby(found, lambda finding: finding.part):
         table = terminal.new_table("", part, "")
+        table.columns[2].overflow = "fold"
         for finding in findings:
             mark = Text(_MARKS[finding.state], style=_STYLES[finding.state])
-            table.add_row(mark, finding.name, Text(finding.value, overflow="fold"))
+            table.add_row(mark, finding.name, finding.value)
         console.print(table)
     advised = [finding for finding in found if finding.advice]
     console.print("what to change:" if advised else "nothing to change", style="bold")

@@ -9,15 +9,25 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from zloader.common.messages import printable
 
 _WIDTH = 120  # columns of output that does not go to a terminal
+
+
+class _Console(Console):
+    """A console whose output is all given as strings, one for each line or cell."""
+
+    def render_str(self, text: str, **style: Any) -> Text:
+        return super().render_str(printable(text), **style)
 
 
 def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr; 120 columns wide if that is not a terminal."""
     plain: Any = {"stderr": stderr, "highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
-    console = Console(**plain)
-    return console if console.is_terminal else Console(**plain, width=_WIDTH)
+    console = _Console(**plain)
+    return console if console.is_terminal else _Console(**plain, width=_WIDTH)
 
 
 def print_json(document: Any) -> None:

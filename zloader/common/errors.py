@@ -26,6 +26,8 @@ Each message states what happened, the value concerned, and what to do about it:
 
 from __future__ import annotations
 
+from zloader.common.messages import printable
+
 
 class ZloaderError(Exception):
     """Base class of every error that zloader raises.
@@ -36,6 +38,10 @@ class ZloaderError(Exception):
     ...     print(error)
     block_size must be a whole number of at least 1, not 0
     """
+
+    def __str__(self) -> str:
+        """The message: a line for each argument."""
+        return "\n".join(printable(str(line)) for line in self.args)
 
 
 class OptionError(ZloaderError, ValueError):
@@ -48,9 +54,6 @@ class KeywordError(OptionError, TypeError):
 
 class MissingColumnError(ZloaderError, KeyError):
     """The dataset has no such obs column or obsm array, or a store no such var column."""
-
-    def __str__(self) -> str:  # KeyError shows the repr of the message
-        return str(self.args[0])
 
 
 class ForkError(ZloaderError, RuntimeError):

@@ -1,8 +1,9 @@
-"""Text for people: names and numbers in messages, the name that was probably meant, and warnings."""
+"""Text for people: names and numbers in messages, the name that was probably meant, warnings, and what is logged."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import warnings
 from collections.abc import Iterable
@@ -19,9 +20,33 @@ _MOST_KNOWN = 200_000  # names looked at, which takes about a second
 _MOST_COMPARED = 2000  # spellings; difflib compares about 10 000 per second
 
 
+def printable(text: str) -> str:
+    r"""The text on one line. Characters that a terminal obeys or hides become escapes, as in a repr.
+
+    Names in a store and messages of other libraries may hold such characters. Whatever is printed passes here.
+
+    >>> print(printable("T cells\x1b[2J"))
+    T cells\x1b[2J
+    """
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """The text with such escapes in the place of all characters but the ends of its lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _log_shown(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
+
+
+logging.getLogger("zloader").addFilter(_log_shown)
+
+
 def listed(names: Iterable[Any], most: int = _LISTED) -> str:
     """Names for a message: the first `most`, then the number of further ones."""
-    names = [str(name) for name in names]
+    names = [printable(str(name)) for name in names]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more or "none"
 
@@ -87,4 +112,4 @@ def warn_user(message: str) -> None:
     frame, level = inspect.currentframe(), 1
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "zloader":
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, UserWarning, stacklevel=level)
+    warnings.warn(printable(message), UserWarning, stacklevel=level)

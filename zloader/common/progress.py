@@ -19,6 +19,8 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from zloader.common.messages import printable
+
 
 class _UnitColumn(ProgressColumn):
     def __init__(self, unit: str) -> None:
@@ -42,7 +44,7 @@ class _RateColumn(_UnitColumn):
 def progress_bars(*, shown: bool, unit: str = "values") -> Iterator[Bars]:
     """Draws progress bars inside the context, if `shown` is True and stderr is a terminal."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         _CountColumn(unit),
         _RateColumn(unit),
@@ -56,7 +58,7 @@ def progress_bars(*, shown: bool, unit: str = "values") -> Iterator[Bars]:
 def byte_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     """Draws one bar inside the context, if stderr is a terminal. Call the result with (bytes done, bytes in total)."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -82,5 +84,5 @@ class Bars:
 
         Call the result with the number of values, or other units, finished since the previous call.
         """
-        task = self._bars.add_task(description, total=total)
+        task = self._bars.add_task(printable(description), total=total)
         return lambda done: self._bars.advance(task, done)

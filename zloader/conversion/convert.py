@@ -29,7 +29,7 @@ from zloader.access.location import location_of
 from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
 from zloader.common.keywords import answers
 from zloader.common.machine import keep_freed_memory
-from zloader.common.messages import listed, warn_user
+from zloader.common.messages import listed, printable, warn_user
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.joining.content import SOURCE_ROW
 from zloader.conversion.joining.modalities import Part, parts_of
@@ -81,7 +81,7 @@ class ConversionReport:
         changed = [f"{path} {dtypes}" for path, dtypes in self.dtypes_changed.items()]
         changed += [f"{rows:,} rows of {name} made canonical" for name, rows in self.rows_made_canonical.items()]
         changed += [f"dropped {listed(self.dropped)}"] if self.dropped else []
-        return (
+        return printable(
             f"<ConversionReport of {self.destination}: {self.rows:,} rows x {self.genes:,} genes, {self.values:,} "
             f"values from {listed(self.sources)}; {self.bytes_in:,} bytes became {self.bytes_out:,} "
             f"in {self.seconds:,.1f} s{', already complete' * self.already_complete}{'; '.join(['', *changed])}>"

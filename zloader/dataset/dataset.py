@@ -20,7 +20,7 @@ from zloader.common.child import children_kept
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.keywords import answers
 from zloader.common.messages import listed as named
-from zloader.common.messages import warn_user
+from zloader.common.messages import printable, warn_user
 from zloader.common.options import Cache
 from zloader.common.records import Rows
 from zloader.dataset.gene_axis import without_functions
@@ -235,9 +235,9 @@ class Dataset(Table):
                 in_all = set.intersection(*(store.known_members(group) for store in stores))
                 groups[group] = [name for name in groups.get(group, sorted(in_all)) if name in in_all]
         except Exception:  # noqa: BLE001 - a repr must not raise, whatever the metadata hold
-            return f"{type(self).__name__} of {self.url}", {}
+            return printable(f"{type(self).__name__} of {self.url}"), {}
         head = f"{type(self).__name__} with n_obs x n_vars = {n_rows} x {n_genes} of {of}{self.url}"
-        return head, {group: names for group, names in groups.items() if names}
+        return printable(head), {group: names for group, names in groups.items() if names}
 
     def __len__(self) -> int:
         return self.n_obs

@@ -22,6 +22,7 @@ from scvi.model import TOTALVI
 from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
+from zloader.common.messages import printable
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
 from zloader.integrations.scvi_encoding import Encoding, LookUp, MinibatchEncoder, Tensors, encoding_of, require_finite
@@ -143,7 +144,7 @@ class MuDataModule(TrainingRows):
             warn_unless_counts(self.dataset, name)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{len(genes)} columns of {name}" for name, genes in self._contents.genes.items())
+        sizes = ", ".join(f"{len(genes)} columns of {printable(name)}" for name, genes in self._contents.genes.items())
         return f"MuDataModule({self.n_train} rows for training, {self.n_val} for validation, {sizes})"
 
     __str__ = __repr__  # Lightning's takes minibatches for DataLoaders

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import cloudpickle
 
 from zloader.common.errors import ProducerError
+from zloader.common.messages import printable_lines
 from zloader.common.options import FetchOptions
 from zloader.order.plan import Fetch, Plan, Remaining
 from zloader.producing.window import LANES
@@ -52,7 +53,9 @@ class CarriedError(Exception):
             except (Exception, SystemExit) as met:  # noqa: BLE001 -- it runs code of the error's class
                 why = repr(met)
         if not isinstance(error, BaseException):
-            error = ProducerError(f"{said}\n(This is the text of an error that does not survive pickling: {why:.1000})")
+            error = ProducerError(
+                *said.split("\n"), f"(This is the text of an error that does not survive pickling: {why:.1000})"
+            )
         error.add_note(f"raised by a producer{producer}:\n{trace}")
         return error
 
@@ -71,7 +74,7 @@ def carried(error: BaseException) -> CarriedError:
 
 
 def _shortened(lines: list[str]) -> str:
-    text = "".join(lines).strip()
+    text = printable_lines("".join(lines).strip())
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT // 2]} ... {text[-_MOST_TEXT // 2 :]}"
 
 

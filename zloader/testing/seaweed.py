@@ -245,14 +245,15 @@ class SeaweedFS:
             status, log = self._process.wait(timeout=_POLL_S), self._said()
             taken = any(words in log for words in _PORT_TAKEN)
             raise (_PortTakenError if taken else ServerStartError)(
-                f"SeaweedFS ended with status {status} while starting in {self.directory}; "
-                f"its log ends with:\n{log[-_LOG_TAIL:]}"
+                f"SeaweedFS ended with status {status} while starting in {self.directory}; its log ends with:",
+                *log[-_LOG_TAIL:].splitlines(),
             )
         if time.monotonic() > deadline:
             raise ServerStartError(
                 f"SeaweedFS in {self.directory} was not ready within {self.start_deadline_s} s ({state}). Is the "
                 f"disk full or the machine busy? If not, raise start_deadline_s. "
-                f"Its log ends with:\n{self._said()[-_LOG_TAIL:]}"
+                "Its log ends with:",
+                *self._said()[-_LOG_TAIL:].splitlines(),
             )
 
     def _said(self) -> str:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from zloader.common.checks import name_of_dtype
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.common.messages import listed, suggestion
+from zloader.common.messages import listed, printable, suggestion
 from zloader.common.records import MinibatchArrays, Rows
 from zloader.training.frameworks import NumPy
 from zloader.training.tokens import Tokens
@@ -111,7 +111,7 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
 
     def __repr__(self) -> str:
         """The number of rows, then a line for each field: the dtypes and shapes of its tensors."""
-        lines = (f"    {name}: {shown}" for name, value in self._parts.items() if (shown := _shown(value)))
+        lines = (f"    {printable(name)}: {shown}" for name, value in self._parts.items() if (shown := _shown(value)))
         return "\n".join([f"Minibatch of {len(self)} rows", *lines])
 
     def __len__(self) -> int:

@@ -239,7 +239,7 @@ class Problems:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None and self._found:
-            raise SourceError("\n".join(self._found))
+            raise SourceError(*self._found)
 
 
 def by_source(found: Mapping[str, str]) -> str:
