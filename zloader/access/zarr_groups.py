@@ -69,7 +69,7 @@ def without_stale(group: zarr.Group, store: Any, url: str) -> zarr.Group:
     consolidated = group.metadata.consolidated_metadata
     if consolidated is None:
         return group
-    nodes = (re.fullmatch(r"(.+)/(?:zarr\.json|\.zarray|\.zgroup)", key) for key in store.sizes)
+    nodes = (re.fullmatch(r"(?s)(.+)/(?:zarr\.json|\.zarray|\.zgroup)", key) for key in store.sizes)
     different = set(consolidated.flattened_metadata) ^ {node[1] for node in nodes if node}
     if not different:
         return group

@@ -146,7 +146,7 @@ def _members(
     """The stores of an annbatch collection, in the order of their numbers."""
     members: dict[int, list[tuple[str, StoredObject]]] = {}
     for key, stored in objects.items():
-        if match := re.fullmatch(r"dataset_(0|[1-9]\d*)/(.+)", key):
+        if match := re.fullmatch(r"(?s)dataset_(0|[1-9]\d*)/(.+)", key):
             members.setdefault(int(match[1]), []).append((match[2], stored))
     missing = set(range(max(members, default=0) + 1)) - members.keys()
     if missing:

@@ -24,8 +24,8 @@ from zloader.conversion.sources.nodes import Node, reading, require_names
 from zloader.selecting.row_maps import RowMap, checked_map, in_whole
 from zloader.storage.metadata import stored_length
 
-_IN_FILE = re.compile(r"(.+\.h5mu)(?:/mod)?/([^/]+)/?")
-_IN_ZARR = re.compile(r"(.+)/mod/([^/]+)/?")
+_IN_FILE = re.compile(r"(?s)(.+\.h5mu)(?:/mod)?/([^/]+)/?")
+_IN_ZARR = re.compile(r"(?s)(.+)/mod/([^/]+)/?")
 
 
 def split_modality(source: str) -> tuple[str, str | None]:

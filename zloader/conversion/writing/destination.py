@@ -49,9 +49,9 @@ _ROOT = "zarr.json"
 MARKER = "zloader.partial"
 _ELEMENTS = ("X", "raw", "obs", "var", "obsm", "varm", "obsp", "varp", "layers", "uns", "mod", "obsmap", "varmap")
 _CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*|c")  # c/0/1 of Zarr v3, c of its scalars, 0.1 or 0/1 of v2
-_PARTIAL = re.compile(rf"(.+?)(\.[0-9a-f]{{32}})?{re.escape(PARTIAL)}")  # zarr inserts a UUID
+_PARTIAL = re.compile(rf"(?s)(.+?)(\.[0-9a-f]{{32}})?{re.escape(PARTIAL)}")  # zarr inserts a UUID
 # Files that desktops create in every folder, and the empty objects ending in a slash by which S3 consoles show folders.
-_LITTER = re.compile(r"(.*/)?(\.DS_Store|\._[^/]*|Thumbs\.db|desktop\.ini|)")
+_LITTER = re.compile(r"(?s)(.*/)?(\.DS_Store|\._[^/]*|Thumbs\.db|desktop\.ini|)")
 _NOTE = "An unfinished zloader conversion: convert again, or continue it with --resume."
 
 
