@@ -111,7 +111,7 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
 
     def __repr__(self) -> str:
         """The number of rows, then a line for each field: the dtypes and shapes of its tensors."""
-        lines = (f"    {printable(name)}: {shown}" for name, value in self._parts.items() if (shown := _shown(value)))
+        lines = (f"    {name}: {shown}" for name, value in self._parts.items() if (shown := _shown(value)))
         return "\n".join([f"Minibatch of {len(self)} rows", *lines])
 
     def __len__(self) -> int:
@@ -203,7 +203,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, Tokens):
         value = {name: each for name, each in vars(value).items() if each is not None}
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+        return ", ".join(f"{printable(name)} {_shown(each)}" for name, each in value.items())
     if not is_array(value):
         return " ".join(repr(value).split())
     words = [str(value.dtype), "x".join(map(str, value.shape))]
