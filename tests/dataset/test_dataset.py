@@ -349,12 +349,6 @@ def test_no_x(tmp_path):
         zl.Loader(dataset)
 
 
-def test_csc_says_what_to_run(tmp_path):
-    write_plain(ad.AnnData(X=ADATA.X.tocsc()), tmp_path / "s.zarr")
-    with pytest.raises(FormatError, match=r"csc_matrix.*zloader convert"):
-        zl.Loader(zl.open_dataset(tmp_path / "s.zarr"))
-
-
 def test_a_corrupt_chunk_is_named(store):
     victim = store / "X" / "data" / "c" / "1"
     content = bytearray(victim.read_bytes())

@@ -190,7 +190,7 @@ def test_floats_may_be_counts_so_the_size_of_their_compact_mirror_is_a_bound(tmp
     assert (0.3 if whole else 0.9) * x.compact_bytes < held < 1.05 * x.compact_bytes
 
 
-def test_a_matrix_that_cannot_be_read_is_shown_with_the_reason(tmp_path):
+def test_a_matrix_that_is_transposed_is_shown_with_the_reason(tmp_path):
     adata = counts(30, 20)
     adata.X = adata.X.tocsc()
     write_plainly(adata, tmp_path / "csc.zarr")

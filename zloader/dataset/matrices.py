@@ -23,10 +23,11 @@ from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError
-from zloader.common.messages import listed, suggestion
+from zloader.common.messages import listed, size, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
+from zloader.dataset.h5ad import conversion_of
 from zloader.dataset.in_memory import used_categories
 from zloader.dataset.modalities import frame_of, modality_of, obs_of
 from zloader.dataset.opening import OpenedStores
@@ -198,6 +199,7 @@ class Matrices:
     def layouts(self, name: str) -> list[MatrixLayout]:
         """How each store lays out a matrix. Raises FormatError if it cannot be read, or does not fit obs and var."""
         layouts = concurrently(lambda store: store.matrix(name), self._stores)
+        self._require_few_to_transpose(name, layouts)
         for store, layout in zip(self._stores, layouts, strict=True):
             expected = store.length(obs_of(name)), store.length(frame_of(name))
             if (layout.n_rows, layout.n_genes) != expected:
@@ -208,6 +210,16 @@ class Matrices:
         if frame_of(name).endswith("raw/var") and len(layouts) > 1:
             self.axis(frame_of(name))
         return layouts
+
+    def _require_few_to_transpose(self, name: str, layouts: Sequence[MatrixLayout]) -> None:
+        takes = list(map(OpenedStore.transposing_bytes, self._stores, layouts))
+        if any(takes) and sum(takes) > (most := FetchOptions().memory // 4):
+            largest = self._stores[int(np.argmax(takes))]
+            raise FormatError(
+                f"{name} of {largest.location.url} is a csc_matrix, stored by columns. Transposing it, and others like "
+                f"it in this dataset, takes {size(sum(takes))} of memory, but a quarter of what a Loader may take is "
+                f"{size(most)}. {conversion_of(largest.location)}"
+            )
 
     def require_dtype(self, name: str, dtype: str | None) -> None:
         """Raises OptionError if x of a matrix cannot have a dtype. None stands for the stored one."""

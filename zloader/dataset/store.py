@@ -7,7 +7,7 @@ zarr and anndata. TensorStore is not used here: only reading rows of a matrix op
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from zloader.common.records import ByteSource
 from zloader.dataset.elements import StoredElements
 from zloader.dataset.modalities import ROOTS, path_of
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
+from zloader.dataset.transposed import TransposedMatrix
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.layout import ArrayLayout, MatrixLayout
@@ -73,6 +74,7 @@ class OpenedStore(StoredElements):
             self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, location.address)
         self._mirrors: dict[str, Mirror | None] = {}
         self._offsets: dict[str, NDArray[np.integer] | PagedOffsets] = {}
+        self._transposed: dict[str, TransposedMatrix] = {}  # by path
         if offline and self.mirror_directory is None:
             raise CacheError(f"cannot open {location.url} offline: its mirror cannot be used (see the warning)")
         self._opened = (os.getpid(), self._open_group())
@@ -123,8 +125,13 @@ class OpenedStore(StoredElements):
             return ListedStore(store, location.url, self.object_sizes(), all_listed=not location.is_web)
         return CachedMetadataStore(self.location, self.objects, self.mirror_directory, offline=self.offline)
 
-    def source(self, options: FetchOptions) -> ByteSource:
-        """Reads byte ranges of the store's objects; with `offline`, raises ReadError instead."""
+    def source(self, options: FetchOptions, path: str = "") -> ByteSource:
+        """Reads byte ranges of the store's objects, or of those of a transposed matrix at a path.
+
+        With `offline`, raises ReadError for what is stored.
+        """
+        if path in self._transposed:
+            return self._transposed[path]
         if self.offline:
             return OfflineSource(self.location.url)
         if self.read_from.scheme == "file":
@@ -152,9 +159,13 @@ class OpenedStore(StoredElements):
             n_rows, n_genes = self.shape(name)
             return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self.array_layout(name), genes=None)
         encoding = node.attrs.get("encoding-type")
+        if encoding == "csc_matrix":
+            if name not in self._transposed:
+                self._transposed[name] = TransposedMatrix(self, name, self.shape(name))
+            return self._transposed[name].layout
         if encoding != "csr_matrix":
             raise FormatError(
-                f"{name} of {self.location.url} is a {encoding}: rows can only be read from a csr_matrix "
+                f"{name} of {self.location.url} is a {encoding}: rows can only be read from a csr_matrix, a csc_matrix "
                 "or a dense array. Run 'zloader convert' on it"
             )
         n_rows, n_genes = self.shape(name)
@@ -164,6 +175,11 @@ class OpenedStore(StoredElements):
                 raise FormatError(f"{path} of {self.location.url} holds {dtype}, not integers: the store is damaged")
         values = self.array_layout(f"{name}/data")
         return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=values, genes=genes)
+
+    def transposing_bytes(self, matrix: MatrixLayout) -> int:
+        """The memory that transposing a matrix takes; 0 if it is not stored by columns."""
+        transposed = self._transposed.get(matrix.path)
+        return 0 if transposed is None else transposed.takes_bytes
 
     def _genes_layout(self, path: str, n_genes: int) -> ArrayLayout:
         """The layout of the gene indices of a CSR matrix."""
@@ -184,13 +200,18 @@ class OpenedStore(StoredElements):
             return None
         path = f"{matrix.path}/indptr"
         if path not in self._offsets:
-            node, where = self.node(path), f"{path} of {self.location.url}"
-            n_entries, n_values = int(node.shape[0]), min(array.n_elements for array in matrix.arrays)
+            transposed, where = self._transposed.get(matrix.path), f"{path} of {self.location.url}"
+            node = self.node(path)
+            n_entries, chunk = int(node.shape[0]), int(node.chunks[0])
+            read: Callable[[int, int], NDArray[np.integer]] = partial(self.window, path)
+            if transposed is not None:
+                n_entries = chunk = matrix.n_rows + 1
+                read = transposed.offsets
+            n_values = min(array.n_elements for array in matrix.arrays)
             if n_entries != matrix.n_rows + 1:
                 raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
-            pages = pages_of(path, n_entries, int(node.chunks[0]))
+            pages = pages_of(path, n_entries, chunk)
             mirror = None if self.mirror_directory is None else open_array(self.mirror_directory, pages)
-            read = partial(self.window, path)
             paged = PagedOffsets(pages, read, n_values=n_values, where=where, mirror=mirror)
             whole = n_entries <= _MOST_WHOLE or not self._has_every_object(path)
             self._offsets[path] = paged.whole() if whole else paged
@@ -238,12 +259,13 @@ class OpenedStore(StoredElements):
 
     def part(self, matrix: MatrixLayout, options: FetchOptions, genes: ChosenGenes | None = None) -> MatrixPart:
         """A matrix of this store, or these genes of it, as a Recipe takes it."""
+        transposed = self._transposed.get(matrix.path)
         return MatrixPart(
             url=self.location.url,
             matrix=matrix,
             indptr=self.offsets(matrix),
-            object_sizes=self._sizes,
-            source=self.source(options),
+            object_sizes=self._sizes if transposed is None else transposed.sizes,
+            source=self.source(options, matrix.path),
             mirror=self.mirror(matrix, genes),
             genes=genes,
             row_of=self.row_of(matrix.path),

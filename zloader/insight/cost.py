@@ -70,6 +70,7 @@ def epoch_costs(
 ) -> EpochCosts:
     """Counts the reads that an epoch of `plan` makes for the matrix `x`, or several; reads indptr and shard indexes.
 
+    A matrix that is transposed in memory is read before the epoch.
     An epoch of more than `most_fetches` fetches is sampled.
     Raises FormatError if a matrix cannot be read, and any ReadError.
     """
@@ -83,6 +84,8 @@ def epoch_costs(
     every, first = _Count(), _Count()
     taken = _rows_by_store(plan, ends, numbers)
     for (store, matrix), fetches in zip(stores, taken * len(names), strict=True):
+        if store.transposing_bytes(matrix):
+            continue
         of_matrix = [store.rows_in(matrix.path, rows) for rows in fetches]
         steps = list(_chunks_by_array(matrix, store.offsets(matrix), of_matrix))
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):

@@ -10,6 +10,7 @@ import zarr
 
 from zloader.caching.row_blocks import RowForm
 from zloader.common.errors import FormatError, MissingColumnError
+from zloader.common.messages import size
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.modalities import obs_of, path_of
 from zloader.dataset.obs_columns import columns_of
@@ -160,13 +161,19 @@ def _matrix(dataset: Dataset, name: str) -> MatrixSummary:
     arrays: dict[str, list[tuple[OpenedStore, ArrayLayout]]] = {}
     problem = None
     try:
-        for store in stores:
-            for array in store.matrix(name).arrays:
+        layouts = dataset.matrices.layouts(name)
+        for store, layout in zip(stores, layouts, strict=True):
+            for array in layout.arrays:
                 arrays.setdefault(array.path, []).append((store, array))
+        if takes := sum(map(OpenedStore.transposing_bytes, stores, layouts)):
+            problem = (
+                f"stored by columns: it is transposed in memory when it is first used, which takes {size(takes)}. "
+                "'zloader convert' writes it by rows"
+            )
     except FormatError as error:
         problem = str(error)
     summaries = [] if problem else [_array(name, alike) for alike in arrays.values()]
-    compact = [] if problem else [_compact(store.matrix(name)) for store in stores]
+    compact = [] if problem else [_compact(layout) for layout in layouts]
     return MatrixSummary(
         name=name,
         encoding=_all(encodings),

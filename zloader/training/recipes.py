@@ -218,7 +218,7 @@ class LoaderRecipes:
     def own_parts(self, parts: Sequence[MatrixPart]) -> list[MatrixPart]:
         """The parts of an array in all stores, with sources of their own: a source belongs to one event loop."""
         pairs = zip(parts, self.dataset.whole.stores, strict=True)
-        return [replace(part, source=store.source(self.options)) for part, store in pairs]
+        return [replace(part, source=store.source(self.options, part.matrix.path)) for part, store in pairs]
 
     def of_arrays(self, options: FetchOptions) -> LoaderRecipes:
         """The same for a process that gathers arrays. It does not import torch, unless the user's function needs it."""

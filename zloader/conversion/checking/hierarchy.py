@@ -256,9 +256,10 @@ class Hierarchy:
             if path in self.matrices:
                 self._check_shape(path, wanted)
         for path in self.matrices:
-            sound = self.encoding(path) == "csc_matrix" and not self.written_by_us  # though its rows can't be read
-            if sound or self._findings.any_in(f"{path}/{_METADATA}"):
+            if self._findings.any_in(f"{path}/{_METADATA}"):
                 continue
+            if self.written_by_us and self.encoding(path) == "csc_matrix":
+                self._findings.add(path, "is a csc_matrix, but 'zloader convert' writes rows")
             try:
                 self._dataset.store.matrix_at(f"{self._group}/{path}".lstrip("/"))
             except (FormatError, *_UNREADABLE) as error:
