@@ -119,6 +119,29 @@ def test_text_of_fixed_length(tmp_path: Path, labels: list[str], charset: str) -
     assert joined.obs_column("label").taken(np.arange(6)).tolist() == [*wanted.obs["label"].cat.codes] * 2
 
 
+@pytest.mark.parametrize("length", [None, 4])
+@pytest.mark.parametrize("categorical", [False, True])
+def test_text_that_is_marked_as_ascii_may_be_utf8(tmp_path: Path, length: int | None, categorical: bool) -> None:
+    """anndata and h5py refuse it."""
+    path, labels = tmp_path / "a.h5ad", ["é", "b", "ß", "é"]
+    obs = pd.DataFrame({"t": labels}, index=["c0", "c1", "µ", "c3"])
+    obs["t"] = obs["t"].astype("category" if categorical else object)
+    ad.AnnData(np.eye(4, dtype=np.float32), obs=obs).write_h5ad(path, convert_strings_to_categoricals=False)
+    with h5py.File(path, "r+") as file:
+        for name in ("obs/_index", "obs/t/categories" if categorical else "obs/t"):
+            stored, attributes = file[name][()], dict(file[name].attrs)
+            del file[name]
+            text = file.create_dataset(name, stored.shape, h5py.string_dtype("ascii", length))
+            text[:] = stored if length is None else stored.astype("S4")
+            text.attrs.update(attributes)
+    with pytest.raises(UnicodeDecodeError):
+        ad.read_h5ad(path)
+    zl.convert(path, tmp_path / "a.zarr", progress=False)
+    assert zl.verify(tmp_path / "a.zarr", against=path, progress=False).problems == ()
+    for found in (zl.open_dataset(path).obs(), ad.read_zarr(tmp_path / "a.zarr").obs):
+        assert (found["t"].tolist(), found.index.tolist()) == (labels, obs.index.tolist())
+
+
 def test_files_with_text_of_fixed_length_are_converted_and_verified(tmp_path: Path) -> None:
     path = tmp_path / "a.h5ad"
     write(path, TEXT["length 6"], method="leiden", names=np.array(["a", "b"], object))

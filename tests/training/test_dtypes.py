@@ -372,7 +372,7 @@ OTHERS = {"float64": np.float64(0.5), "uint64": np.uint64(2**64 - 1), "missing":
 def test_numbers_that_several_stores_cannot_share_are_refused(tmp_path, other, cached):
     column = pd.array([1, None] * 15, "Int64") if other == "missing" else np.full(N_ROWS, OTHERS[other])
     urls = []
-    for number, lane in enumerate((np.full(N_ROWS, LARGE), column)):
+    for number, lane in enumerate((np.array([-1] + [LARGE] * (N_ROWS - 1)), column)):
         adata = annotated(values("float32"))
         adata.obs["lane"] = lane
         adata.obs["small"] = np.full(N_ROWS, 2**53) if number else np.full(N_ROWS, 0.5)
@@ -387,3 +387,19 @@ def test_numbers_that_several_stores_cannot_share_are_refused(tmp_path, other, c
     with pytest.raises(FormatError, match="lane"):
         list(zl.Loader(dataset, obs=["lane"], **SIZES))
     assert set(dataset.obs_column("small").values.tolist()) == {0.5, 2**53}
+
+
+@pytest.mark.parametrize(("first", "dtype"), [(LARGE, "uint64"), (-LARGE, "int64")])
+def test_signed_and_unsigned_integers_of_several_stores_stay_exact(tmp_path, first, dtype):
+    columns = [np.full(N_ROWS, first), np.full(N_ROWS, LARGE + 2, np.uint64)]
+    for number, column in enumerate(columns):
+        adata = annotated(values("float32"))
+        adata.obs_names = [f"{number}-{name}" for name in adata.obs_names]
+        adata.obs["id"] = column
+        adata.write_h5ad(tmp_path / f"{number}.h5ad")
+    urls = [tmp_path / "0.h5ad", tmp_path / "1.h5ad"]
+    zl.convert(urls, tmp_path / "joined.zarr", progress=False)
+    for dataset in (zl.open_dataset(urls), zl.open_dataset(tmp_path / "joined.zarr")):
+        found = dataset.obs_column("id").values
+        assert found.dtype == dtype
+        assert [*map(int, found)] == [first] * N_ROWS + [LARGE + 2] * N_ROWS

@@ -188,6 +188,16 @@ def beyond_float64(values: NDArray[Any]) -> np.integer | None:
     return next((value for value in (values.min(), values.max()) if not -limit <= int(value) <= limit), None)
 
 
+def common_integers(arrays: Sequence[NDArray[Any]]) -> np.dtype[Any] | None:
+    """The dtype that holds the integers of all arrays, some of which a float would round. None if there is none."""
+    common = np.result_type(*arrays)
+    having = [array for array in arrays if array.size]
+    low, high = min(int(array.min()) for array in having), max(int(array.max()) for array in having)
+    if common.kind == "f":
+        common = np.dtype(np.uint64 if low >= 0 else np.int64)
+    return common if np.iinfo(common).min <= low and high <= np.iinfo(common).max else None
+
+
 def require_exact(name: str, arrays: Sequence[NDArray[Any]]) -> None:
     """Raises FormatError if the common dtype of the arrays of all stores would change one of their values."""
     common = np.result_type(*arrays)
@@ -255,6 +265,11 @@ def joined_labels(labels: Sequence[Sequence[Any]], *, ordered: bool) -> tuple[pd
 
 
 def _end_to_end(name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    integers = all(array.dtype.kind in "iu" for array in arrays)
+    if integers and any(beyond_float64(array) is not None for array in arrays):
+        common = common_integers(arrays)
+        if common is not None:
+            return np.concatenate(arrays, dtype=common, casting="unsafe")
     require_exact(f"obs column {name!r}", arrays)
     return np.concatenate(arrays)
 

@@ -39,6 +39,8 @@ _DATE = re.compile(r"\d{4}(-\d\d){0,2}([T ]\d\d(:\d\d){0,2}(\.\d+)?)?")
 # Operators for and, or and not in pandas and other languages: as Python syntax nodes, and as text.
 _SIGNS = (ast.BitAnd, ast.BitOr, ast.Invert)
 _SIGN = re.compile(r"[&|~]|!(?!=)")
+_WORD = r"[^\s'\"`=<>()\[\]]+"
+_BARE_LABEL = re.compile(rf"(?<![=!<>])(==?|!=)\s*((?=[^\W\d]){_WORD}(?:\s+(?!and\b|or\b){_WORD})+)")
 _ONE_EQUALS = "; write == to compare"
 _USE_WORDS = "write and, or, not: signs such as &, ||, ~ and ! are not understood"
 
@@ -69,6 +71,10 @@ _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 
+def _quoted(compared: re.Match[str]) -> str:
+    return f"{'!=' if compared[1] == '!=' else '=='} {compared[2]!r}"
+
+
 def row_test(expression: str, column: Column, names: Sequence[str] = ()) -> Test:
     """A test of which rows of a window satisfy the expression. `column` looks up one of the columns `names`.
 
@@ -84,6 +90,8 @@ def row_test(expression: str, column: Column, names: Sequence[str] = ()) -> Test
         example = "\"cell_type == 'T'\" or \"`cell type` == 'T'\""
         bare = _TEXT_OR_QUOTED.sub("''", expression)
         advice = f"; {_USE_WORDS}" if _SIGN.search(bare) else _ONE_EQUALS if re.search("[^=!<>]=[^=]", bare) else ""
+        if _BARE_LABEL.search(bare) and not _SIGN.search(bare):
+            advice = "; put labels in quotes: " + _BARE_LABEL.sub(_quoted, expression)
         raise OptionError(f"{expression!r} is not an expression such as {example}: {error}{advice}") from error
 
     def too_deep() -> OptionError:
@@ -231,7 +239,10 @@ class _Reader:
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             constant = None
         if not isinstance(constant, str | int | float):
-            self._refuse(node, "a string in quotes or a number is needed here")
+            name = isinstance(node, ast.BinOp) and self._part(node)
+            self._refuse(
+                node, f"put a label in quotes: {name!r}" if name else "a string in quotes or a number is needed here"
+            )
         if isinstance(constant, int) and not -(1 << 63) <= constant < 1 << 64:
             self._refuse(node, "the number is larger than any that a column can hold")
         return constant

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pandas.api import types
 
 from zloader.common.errors import SourceError
-from zloader.selecting.columns import beyond_float64
+from zloader.selecting.columns import beyond_float64, common_integers
 from zloader.storage.metadata import stored_length
 
 NOTHING = "no values"
@@ -104,13 +104,13 @@ def _exact(columns: Sequence[pd.Series | None], lengths: Sequence[int]) -> Seque
     integers = [found for found in map(_integers, having) if found is not None]
     if all(beyond_float64(found) is None for found in integers):
         return columns
-    low, high = min(int(found.min()) for found in integers), max(int(found.max()) for found in integers)
-    common = np.result_type(*(found.dtype for found in integers))
-    if common.kind == "f":
-        common = np.dtype(np.uint64 if low >= 0 else np.int64)
-    if len(integers) < len(having) or not np.iinfo(common).min <= low <= high <= np.iinfo(common).max:
+    common = common_integers(integers) if len(integers) == len(having) else None
+    if common is None:
+        most = max(
+            (value for found in integers for value in (found.min(), found.max())), key=lambda value: abs(int(value))
+        )
         raise SourceError(
-            f"no dtype holds {high if high > -low else low} and the other values exactly. Store the column with the "
+            f"no dtype holds {most} and the other values exactly. Store the column with the "
             "same dtype in all sources, or list the columns to store with select=zl.Selection(obs=[...]) (--obs a,b)"
         )
     if all(isinstance(column.dtype, pd.CategoricalDtype) for column in having):

@@ -242,7 +242,15 @@ class Node:
         damaged = self._damaged_key
         with reading(self.at, "cannot be read by anndata", damaged), warnings.catch_warnings():
             warnings.simplefilter("ignore", ad.OldFormatWarning)  # convert writes the new format
-            return ad.io.read_elem(self.native)
+            try:
+                return ad.io.read_elem(self.native)
+            except UnicodeDecodeError:  # other tools type text as ASCII that is UTF-8
+                return ad.experimental.read_dispatched(self.native, _text_as_utf8)
+
+
+def _text_as_utf8(read: Callable[[Any], Any], _name: str, element: Any, **_of_type: Any) -> Any:
+    is_text = isinstance(element, h5py.Dataset) and h5py.check_string_dtype(element.dtype) is not None
+    return element.asstr("utf-8")[()] if is_text else read(element)
 
 
 def _decoded(value: Any) -> Any:
