@@ -292,7 +292,7 @@ def directory(path: Path) -> Path:
 
 def old_anndata(file: h5py.File) -> None:
     del file["obs"]
-    file["obs"] = np.zeros(60, dtype=[("index", "S8"), ("n", "i4")])
+    file["obs"] = np.zeros(59, dtype=[("index", "S8"), ("n", "i4")])
 
 
 INDPTR = counts().indptr
@@ -305,7 +305,7 @@ BAD = {
     "damaged chunk": (damaged_gzip, errors.SourceError, "X/data cannot be read"),
     "no X": (edited(replace("X", None)), errors.SourceError, "has no X, .*It holds: no layers"),
     "no obs": (edited(replace("obs", None)), errors.SourceError, "has no obs"),
-    "old anndata": (edited(old_anndata), errors.SourceError, "before 0.7"),
+    "old anndata": (edited(old_anndata), errors.SourceError, "cannot be read by anndata"),
     "obs no frame": (edited(lambda f: f["obs"].attrs.__delitem__("encoding-type")), errors.SourceError, "obs"),
     "no indices": (edited(replace("X/indices", None)), errors.SourceError, "X has no indices"),
     "no shape": (edited(lambda f: f["X"].attrs.__delitem__("shape")), errors.SourceError, "X has no shape"),

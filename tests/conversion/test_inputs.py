@@ -569,7 +569,7 @@ def half(path: Path) -> Path:
 
 def old_obs(file: h5py.File) -> None:
     del file["obs"]
-    file["obs"] = np.zeros(60, dtype=[("index", "S8"), ("n", "i4")])
+    file["obs"] = np.zeros(59, dtype=[("index", "S8"), ("n", "i4")])
 
 
 def directory(path: Path) -> Path:
@@ -605,7 +605,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated": (half, "truncated"),
     "hdf5": (hdf5, "no obs and no var and no X.*It holds: matrix"),
     "no obs": (make(lambda f: f.__delitem__("obs")), "has no obs, .*It holds: X"),
-    "before 0.7": (make(old_obs), "before 0.7"),
+    "before 0.7": (make(old_obs), "cannot be read by anndata"),
     "obs is no frame": (make(lambda f: f["obs"].attrs.__delitem__("encoding-type")), "obs is not a data frame"),
     "obs of no order": (make(lambda f: f["obs"].attrs.__delitem__("column-order")), "obs is not a data frame"),
     "obs without index": (make(lambda f: f["obs"].__delitem__("_index")), "has no obs/_index"),

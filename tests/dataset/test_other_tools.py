@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ import pandas as pd
 import pytest
 import scipy.sparse
 import zarr
+from typer.testing import CliRunner
 
 import zloader as zl
+from zloader.commands.cli import app
 from zloader.common.errors import FormatError, OptionError, SourceError
 
 TEXT = {"length 1": list("BTB"), "length 6": ["CD4", "CD8α", "CD4"], "length 64": ["é" * 32, "T cell", "T cell"]}
@@ -561,3 +564,40 @@ def test_awkward_arrays_are_compared(tmp_path: Path) -> None:
         if found.where != "the sources"
     )
     assert (problem.where, problem.what) == ("obsm/lists", "differs from the sources")
+
+
+def write_as_anndata_06(path: Path) -> None:
+    """Tables of records, categories in uns, sparse matrices of h5sparse, and raw beside the rest."""
+    x = scipy.sparse.csr_matrix(np.arange(6, dtype=np.float32).reshape(3, 2))
+    with h5py.File(path, "w") as file:
+        for name in ("X", "raw.X"):
+            file.create_group(name).attrs.update({"h5sparse_format": "csr", "h5sparse_shape": x.shape})
+            for part in ("data", "indices", "indptr"):
+                file[f"{name}/{part}"] = getattr(x, part)
+        obs = [("a", 1, 0.5), ("b", 0, 1.5), ("c", -1, 2.5)]
+        file["obs"] = np.array(obs, [("index", "S1"), ("louvain", "i1"), ("n", "f4")])
+        file["uns/louvain_categories"] = np.array([b"B", b"T"])
+        file["var"] = file["raw.var"] = np.array([("gene a", 7), ("gene b", 9)], [("index", "S6"), ("length", "i8")])
+        file["obsm"] = np.array([((1, 2),), ((3, 4),), ((5, 6),)], [("X_pca", "f4", (2,))])
+
+
+def test_files_from_before_anndata_07_are_converted_as_the_error_says(tmp_path: Path) -> None:
+    path = tmp_path / "old.h5ad"
+    write_as_anndata_06(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = ad.read_h5ad(path)
+    assert wanted.obs.louvain.tolist() == ["T", "B", np.nan]
+    with pytest.raises(FormatError, match="Convert it once: zloader convert ") as error:
+        zl.open_dataset(path)
+    command = shlex.split(str(error.value).partition("Convert it once: ")[2].partition(" (in Python")[0])
+    done = CliRunner().invoke(app, command[1:])
+    assert not done.exit_code, done.output
+    dataset = zl.open_dataset(command[-1])
+    read = dataset.to_adata()
+    pd.testing.assert_frame_equal(read.obs, wanted.obs, check_names=False)
+    pd.testing.assert_frame_equal(read.var, wanted.var, check_names=False)
+    np.testing.assert_array_equal(read.X.toarray(), wanted.X.toarray())
+    np.testing.assert_array_equal(read.obsm["X_pca"], wanted.obsm["X_pca"])
+    np.testing.assert_array_equal(dataset.take([2, 0], x="raw/X").X.toarray(), wanted.raw.X[[2, 0]].toarray())
+    assert zl.verify(command[-1], against=path).ok

@@ -139,8 +139,6 @@ class StoredInput(Input):
             raise SourceError(
                 f"{self.name} has no {' and no '.join(missing)}, so it is not an AnnData. It holds: {available}{advice}"
             )
-        if self._root["obs"].is_array or "raw.X" in self._root:
-            raise SourceError(f"{self.name} was written by anndata before 0.7: read and write it with a newer anndata")
         for frame in ("obs", "var"):
             attributes = self._root[frame].attrs
             if str(attributes.get("encoding-type")) != "dataframe" or not {"_index", "column-order"} <= set(attributes):
@@ -214,10 +212,13 @@ class StoredInput(Input):
 
 
 class MemoryInput(Input):
-    """An AnnData object in memory. The parts of a backed AnnData are read from its file."""
+    """An AnnData object in memory. The parts of a backed AnnData are read from its file.
 
-    def __init__(self, adata: ad.AnnData, name: str, label: str) -> None:
-        super().__init__(name, label, [])
+    `objects` are those of the file that it was read from, if there is one.
+    """
+
+    def __init__(self, adata: ad.AnnData, name: str, label: str, objects: Objects | None = None) -> None:
+        super().__init__(name, label, objects or [])
         frames = {"obs": adata.obs, "var": adata.var, "raw/var": getattr(adata.raw, "var", adata.var)}
         for path, frame in frames.items():
             if not isinstance(frame, pd.DataFrame):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -169,12 +170,23 @@ def _open_hdf5(location: SourceLocation, cache: BlockCache, modality: str | None
         found: Input
         if modality is not None:
             found = ModalityInput(file, location, modality, objects=location.objects(), close=file.close)
+        elif _is_old(root):
+            with reading(location.name, "cannot be read by anndata"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the file is old
+                adata = ad.read_h5ad(location.file(cache))
+            found = MemoryInput(adata, location.name, location.label, location.objects())
+            file.close()
         elif is_mudata(root):
             found = MuDataInput(file, location, objects=location.objects(), close=file.close)
         else:
             found = StoredInput(file, location.name, location.label, objects=location.objects(), close=file.close)
         opened.pop_all()
     return found
+
+
+def _is_old(root: Node) -> bool:
+    """Whether anndata before 0.7 wrote a file, which can only be read as a whole."""
+    return "raw.X" in root or ("obs" in root and root["obs"].is_array)
 
 
 def _open_zarr(location: SourceLocation, modality: str | None) -> list[Input]:
