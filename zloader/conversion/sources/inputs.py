@@ -242,7 +242,7 @@ class Problems:
         try:
             yield
         except SourceError as error:
-            self.add(str(error))
+            self._found += error.args
 
     def __enter__(self) -> Self:
         return self
