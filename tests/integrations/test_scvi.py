@@ -274,6 +274,10 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
         exec(compile(block, f"scvi.md, block {number}", "exec"), names)
     assert names["latent"].shape == (150, 10)
     assert names["other_latent"].shape == (15, 10)
+    assert names["adata"].obsm["X_umap"].shape == (150, 2)
+    in_memory = names["in_memory"].get_latent_representation()
+    np.testing.assert_allclose(in_memory, names["latent"][np.arange(150) % 3 < 2], atol=1e-4)
+    assert set(names["genes"].comparison) == {"T vs B"}
     assert set(names["predicted"]) <= {"T", "B"}
     probabilities = names["probabilities"]
     assert probabilities.idxmax(axis=1).tolist() == names["predicted"].tolist()
@@ -543,6 +547,15 @@ def test_a_dataset_in_place_of_an_anndata(dataset):
 def test_a_module_in_place_of_an_anndata(dataset, model):
     with pytest.raises(OptionError, match=r"not an AnnData: write SCVI\(registry=dm.registry\), not"):
         model(DataModule(dataset))
+
+
+@pytest.mark.slow  # trains a model
+def test_methods_without_a_dataloader_say_what_to_do(dataset):
+    model = SCVI(registry=(dm := DataModule(dataset)).registry)
+    model.train(datamodule=dm, max_epochs=1, **QUIET)
+    for given in (None, dataset.take(slice(None))):
+        with pytest.raises(OptionError, match=r"reads no AnnData.*categories=dm.batch_labels.*adata=cells"):
+            model.differential_expression(given, groupby="donor", group1="d0", group2="d1")
 
 
 def test_several_categorical_covariates_warn(dataset):

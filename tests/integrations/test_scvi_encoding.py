@@ -95,7 +95,9 @@ def test_the_unlabelled_category_is_last_and_only_there_if_needed(dataset, adata
 
 
 def test_an_unlabelled_category_that_does_not_exist(dataset):
-    with pytest.raises(OptionError, match=r"'unknown' is no label of obs column 'type'. Did you mean 'Unknown'"):
+    with pytest.raises(
+        OptionError, match=r"'unknown' is no label of obs column 'type', which has .* Did you mean 'Unknown'\? Rows"
+    ):
         labels_of(dataset, "type", "unknown", dataset)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 _LISTED = 10
 _MOST_REASON = 500  # characters
 _QUERY = re.compile(r"(https?://[^\s?]+)\?[^\s]*")
+_DIGITS = re.compile(r"\d+")
 _SUGGESTED = 3
 _CUTOFF = 0.7  # of difflib's similarity: `cel_type` and `celltype` for cell_type, but not `donor` for `dose`
 _MOST_KNOWN = 200_000  # names looked at, which takes about a second
@@ -83,8 +84,11 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _similar(wanted: str, spellings: Iterable[str]) -> list[str]:
-    """Spellings similar to a name. If there are many, only those that begin alike are compared."""
-    compared = list(spellings)
+    """Spellings similar to a name. If there are many, only those that begin alike are compared.
+
+    `human3` is another name than `human4`, not one that was mistyped.
+    """
+    compared = [spelling for spelling in spellings if _DIGITS.sub("0", spelling) != _DIGITS.sub("0", wanted)]
     if len(compared) > _MOST_COMPARED:
         compared = [spelling for spelling in compared if spelling[:3] == wanted[:3]]
     return get_close_matches(wanted, compared, cutoff=_CUTOFF) if len(compared) <= _MOST_COMPARED else []

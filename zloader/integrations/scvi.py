@@ -49,6 +49,15 @@ from zloader.training.minibatch import Minibatch
 __all__ = ["DataModule", "MuDataModule"]
 
 
+def _refuse_anndata(*_: Any, **__: Any) -> NoReturn:
+    raise OptionError(
+        "a model that a DataModule trained reads no AnnData: give the method dataloader=dm.inference_dataloader(rows). "
+        "For a method that takes none, such as differential_expression, load the saved model with cells in memory: "
+        "cells = rows.take(slice(None)), cells.obs[batch_key] = pd.Categorical(cells.obs[batch_key], "
+        "categories=dm.batch_labels), SCVI.setup_anndata(cells, batch_key=batch_key), SCVI.load(directory, adata=cells)"
+    )
+
+
 @answers
 @dataclass(eq=False, repr=False)
 class DataModule(Described, TrainingRows):
@@ -224,6 +233,7 @@ class DataModule(Described, TrainingRows):
         if hasattr(model, "registry_"):  # SCANVI.from_scvi_model takes SCVI's, and `load` refuses another class
             model.registry_ = model.registry_ | {"model_name": type(model).__name__}
             model.save = partial(type(model).save, model, datamodule=self)  # scvi's own fails without a module
+            model._validate_anndata = _refuse_anndata  # so does scvi's own, without saying what to do
         return self._epochs(labelled)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

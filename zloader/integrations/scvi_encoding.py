@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
-from zloader.common.messages import suggestion
+from zloader.common.messages import listed, suggestion
 from zloader.dataset.dataset import Dataset
 from zloader.selecting.columns import ObsColumn
 
@@ -104,9 +104,10 @@ class Encoding:
         unknown = [classes[code] for code in used.tolist() if codes[code] < 0]
         if unknown:
             raise OptionError(
-                f"obs column {self.name!r} has the label {unknown[0]!r}, which was not in the training data: the "
-                "model knows no such label. Take the other rows with dataset.where(...)"
-                f"{suggestion(unknown[0], map(str, self.labels))}"
+                f"obs column {self.name!r} has the label {unknown[0]!r}, which was not in the training data; that had "
+                f"{listed(map(repr, self.labels.tolist()))}{suggestion(unknown[0], map(str, self.labels)) or '.'} Take "
+                "the other rows with dataset.where(...), or train with DataModule(..., categories=both), where both = "
+                "zl.open_dataset([training, new], join='inner') also has the new labels"
             )
 
 
@@ -138,8 +139,9 @@ def labels_of(dataset: Dataset, name: str | None, unlabeled: str, known: Dataset
     every = classes_of(name, column).tolist()
     if unlabeled != UNLABELED and unlabeled not in every:
         raise OptionError(
-            f"unlabeled_category={unlabeled!r} is no label of obs column {name!r}"
-            f"{suggestion(unlabeled, map(str, every))}. Rows without a value are unlabelled in any case"
+            f"unlabeled_category={unlabeled!r} is no label of obs column {name!r}, which has "
+            f"{listed(map(repr, every))}{suggestion(unlabeled, map(str, every)) or '.'} Rows without a value are "
+            "unlabelled in any case"
         )
     classes, unlabelled_rows = _used(name, column)
     if unlabeled in classes.tolist():
