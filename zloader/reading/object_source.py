@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zloader.access.location import Location
-from zloader.access.retry import Answer, ReadFailure, pause_s, settled, truncated
+from zloader.access.retry import REDIRECTED, Answer, ReadFailure, pause_s, settled, truncated
 from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import DeadlineError, StoreChangedError, TruncatedObjectError
@@ -125,9 +125,10 @@ class ObjectSource:
             outcome = await self._outcome(attempts.span, read)
             if isinstance(outcome, bytes):
                 return outcome
-            await self._pause(attempts, outcome)
+            if outcome is not REDIRECTED:
+                await self._pause(attempts, outcome)
+                attempts.number += 1
             self.retries += 1
-            attempts.number += 1
             (read,) = await self._reader.start([attempts.span])
             started.append(read)
 

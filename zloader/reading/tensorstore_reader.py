@@ -14,7 +14,7 @@ from zloader.access.hub import HubAddresses, WebAddresses, unfound
 from zloader.access.kvstore import Credentials, http_spec, kvstore_spec, set_curl_timeouts
 from zloader.access.location import Location
 from zloader.access.object_stores import claim_process
-from zloader.access.retry import MISSING, Answer, ReadFailure, classify_failure, settled
+from zloader.access.retry import MISSING, REDIRECTED, Answer, ReadFailure, classify_failure, settled
 from zloader.common.errors import AccessDeniedError, StoreError
 from zloader.common.messages import reason_of
 from zloader.common.records import Span
@@ -100,7 +100,7 @@ class WebReader(TensorStoreReader):
             return self._redirected.answer(span, read)
         if read.exception() is not None and _REDIRECT.search(str(read.exception())):
             self._redirected = self._redirected or AddressReader(self._location, WebAddresses(self._location))
-            return ReadFailure(answer="a redirect")
+            return REDIRECTED
         return super().answer(span, read)
 
 
