@@ -561,3 +561,14 @@ def test_methods_without_a_dataloader_say_what_to_do(dataset):
 def test_several_categorical_covariates_warn(dataset):
     with pytest.warns(UserWarning, match=r"ignores all but one .* instead of lane, donor"):
         DataModule(dataset, categorical_covariate_keys=["lane", "donor"])
+
+
+def test_an_unforeseen_batch_names_what_reserves_a_place(dataset):
+    known = dataset.where("donor != 'd1'")
+    message = r"has the label 'd1', which was not in the training data; that had 'd10', 'd2'\. Take .*categories=both"
+    for use in (
+        lambda: DataModule(known, batch_key="donor").inference_dataloader(dataset),
+        lambda: DataModule(dataset, batch_key="donor", categories=known),
+    ):
+        with pytest.raises(OptionError, match=message):
+            use()

@@ -105,4 +105,4 @@ def test_versions_of_ensembl_ids_are_named():
 
 
 def test_the_nearest_name_is_suggested():
-    assert "Did you mean 'ENSG00000111640' or" in refusal(["ENSG0000011164"])
+    assert "Did you mean 'ENSG00000111640'?" in refusal(["ENSGO0000111640"])

@@ -107,7 +107,7 @@ class Encoding:
                 f"obs column {self.name!r} has the label {unknown[0]!r}, which was not in the training data; that had "
                 f"{listed(map(repr, self.labels.tolist()))}{suggestion(unknown[0], map(str, self.labels)) or '.'} Take "
                 "the other rows with dataset.where(...), or train with DataModule(..., categories=both), where both = "
-                "zl.open_dataset([training, new], join='inner') also has the new labels"
+                "zl.open_dataset(['training.zarr', 'new.zarr'], join='inner') also has the new labels"
             )
 
 
