@@ -145,6 +145,23 @@ def test_text_that_is_marked_as_ascii_may_be_utf8(tmp_path: Path, length: int | 
         assert (found["t"].tolist(), found.index.tolist()) == (labels, obs.index.tolist())
 
 
+@pytest.mark.filterwarnings("ignore:Consolidated metadata", "ignore:Transforming to str index")
+def test_names_of_bytes_in_zarr(tmp_path: Path) -> None:
+    path = tmp_path / "a.zarr"
+    with ad.settings.override(zarr_write_format=3, auto_shard_zarr_v3=False):
+        ad.AnnData(np.eye(3, dtype=np.float32)).write_zarr(path)
+    root = zarr.open_group(path, mode="r+", use_consolidated=False)
+    for frame in ("obs", "var"):
+        del root[f"{frame}/_index"]
+        names = root.create_array(f"{frame}/_index", data=np.array([b"a1", b"b", b"c22"]))
+        names.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    zarr.consolidate_metadata(path)
+    wanted, dataset = ad.read_zarr(path), zl.open_dataset(path)
+    assert dataset.obs().index.tolist() == dataset.take([0, 1, 2]).obs_names.tolist() == wanted.obs_names.tolist()
+    assert dataset.var_names.tolist() == wanted.var_names.tolist()
+    assert dataset[:, ["c22"]].take([2]).X.tolist() == wanted[[2], ["c22"]].X.tolist() == [[1]]
+
+
 def test_files_with_text_of_fixed_length_are_converted_and_verified(tmp_path: Path) -> None:
     path = tmp_path / "a.h5ad"
     write(path, TEXT["length 6"], method="leiden", names=np.array(["a", "b"], object))

@@ -136,6 +136,8 @@ def _unfit(name: str, kind: str, where: str = "") -> OptionError:
 
 def as_names(index: Any) -> pd.Index:
     """Converts the index of a frame as read by anndata to an Index. Strings get the default string dtype of pandas."""
+    if isinstance(index, np.ndarray) and index.dtype.kind == "S":
+        index = np.char.decode(index, "utf-8", "replace").astype(object)
     return pd.Index(np.asarray(index, object) if isinstance(index.dtype, pd.StringDtype) else index)
 
 
