@@ -288,7 +288,7 @@ import sys, threading, zloader as zl
 begun = threading.Event()
 
 def iterate():
-    loader = zl.Loader(zl.open_dataset(sys.argv[1]), obs=["cell_type"], batch_size=8, fetch_factor=4)
+    loader = zl.Loader(zl.open_dataset(sys.argv[1]), obs=["donor"], batch_size=8, fetch_factor=4)
     minibatches = iter(loader)
     if sys.argv[2] == "in an epoch":
         next(minibatches)
