@@ -132,11 +132,11 @@ def test_text_that_is_marked_as_ascii_may_be_utf8(tmp_path: Path, length: int | 
     ad.AnnData(np.eye(4, dtype=np.float32), obs=obs).write_h5ad(path, convert_strings_to_categoricals=False)
     with h5py.File(path, "r+") as file:
         for name in ("obs/_index", "obs/t/categories" if categorical else "obs/t"):
-            stored, attributes = file[name][()], dict(file[name].attrs)
+            stored = [value.encode() for value in np.asarray(ad.io.read_elem(file[name]))]
             del file[name]
-            text = file.create_dataset(name, stored.shape, h5py.string_dtype("ascii", length))
-            text[:] = stored if length is None else stored.astype("S4")
-            text.attrs.update(attributes)
+            text = file.create_dataset(name, len(stored), h5py.string_dtype("ascii", length))
+            text[:] = np.array(stored, object if length is None else "S4")
+            text.attrs.update({"encoding-type": "string-array", "encoding-version": "0.2.0"})
     with pytest.raises(UnicodeDecodeError):
         ad.read_h5ad(path)
     zl.convert(path, tmp_path / "a.zarr", progress=False)
