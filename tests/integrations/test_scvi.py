@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import warnings
@@ -553,9 +554,15 @@ def test_a_module_in_place_of_an_anndata(dataset, model):
 def test_methods_without_a_dataloader_say_what_to_do(dataset):
     model = SCVI(registry=(dm := DataModule(dataset)).registry)
     model.train(datamodule=dm, max_epochs=1, **QUIET)
-    for given in (None, dataset.take(slice(None))):
-        with pytest.raises(OptionError, match=r"reads no AnnData.*categories=dm.batch_labels.*adata=cells"):
-            model.differential_expression(given, groupby="donor", group1="d0", group2="d1")
+    said = r"reads no AnnData.*categories=dm.batch_labels.*adata=cells"
+    with pytest.raises(OptionError, match=said):
+        model.differential_expression(dataset.take(slice(None)), groupby="donor", group1="d0", group2="d1")
+    if "dataloader" in inspect.signature(model.differential_expression).parameters:  # scvi-tools 1.5
+        said, groups = "inference dataloader", {"idx1": np.arange(120) < 40, "idx2": np.arange(120) >= 80}
+        found = model.differential_expression(dataloader=dm.inference_dataloader(), silent=True, **groups)
+        assert sorted(found.index) == sorted(dataset.var_names)
+    with pytest.raises(ValueError, match=said):
+        model.differential_expression(groupby="donor", group1="d0", group2="d1")
 
 
 def test_several_categorical_covariates_warn(dataset):

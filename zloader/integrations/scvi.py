@@ -52,8 +52,8 @@ __all__ = ["DataModule", "MuDataModule"]
 def _refuse_anndata(*_: Any, **__: Any) -> NoReturn:
     raise OptionError(
         "a model that a DataModule trained reads no AnnData: give the method dataloader=dm.inference_dataloader(rows). "
-        "For a method that takes none, such as differential_expression, load the saved model with cells in memory: "
-        "cells = rows.take(slice(None)), cells.obs[batch_key] = pd.Categorical(cells.obs[batch_key], "
+        "For a method that takes none, as differential_expression before scvi-tools 1.5, load the saved model with "
+        "cells in memory: cells = rows.take(slice(None)), cells.obs[batch_key] = pd.Categorical(cells.obs[batch_key], "
         "categories=dm.batch_labels), SCVI.setup_anndata(cells, batch_key=batch_key), SCVI.load(directory, adata=cells)"
     )
 
