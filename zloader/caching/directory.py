@@ -2,7 +2,7 @@
 
     DIR/zloader-cache           see place.py
     DIR/CACHEDIR.TAG            see place.py
-    DIR/FINGERPRINT-v5/         the mirror of one store, private to its owner (mode 0700)
+    DIR/FINGERPRINT-v6/         the mirror of one store, private to its owner (mode 0700)
         mirror.json             the store's URL, its FINGERPRINT, and when the mirror was created
         users                   locked (shared) by every process that uses the mirror; its mtime is the last use
         stale                   exists once other objects have been found at the store's URL
@@ -39,11 +39,11 @@ from zloader.common.options import Cache
 
 log = logging.getLogger("zloader")
 
-_VERSION = 5  # of the file formats; part of each mirror's name
+_VERSION = 6  # of the file formats; part of each mirror's name
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
 # Of all versions, so that stale mirrors of older ones can be dropped.
 _OURS = re.compile(
-    r".+\.(flat|sums|stored|places|joined|bounds|rows|blocks|npy|kept|draft)|mirror\.json|users|stale|owners|turn|proved\.json"
+    r".+\.(flat|sums|stored|places|joined|bounds|rows|index|blocks|npy|kept|draft)|mirror\.json|users|stale|owners|turn|proved\.json"
 )
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files

@@ -31,7 +31,7 @@ from zloader.common.descriptors import close_with
 
 log = logging.getLogger("zloader")
 
-LEASED = 1 << 33  # set in the word of a leased chunk; the low 31 bits are the owner's number
+LEASED = 1 << 63  # set in the word of a leased chunk; the low 31 bits are the owner's number
 _OWNERS = (1 << 31) - 1
 _TRIES, _PAUSE_S = 100, 0.0005  # acquiring leases takes about 0.1 ms
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,13 @@ from zloader.caching.checksums import map_file
 from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
-from zloader.caching.row_blocks import RowBlocks, RowForm, has_panels, has_rows
+from zloader.caching.rows_file import RowsFile
 from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.common.records import Held, Rows
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout, MatrixLayout
+from zloader.storage.row_blocks import PANEL, RowForm
 
 log = logging.getLogger("zloader")
 
@@ -63,22 +64,6 @@ class MirrorArray(ChunkFile):
     def bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
         first, last = self.layout.chunk_bounds(chunks)
         return first * self.layout.dtype.itemsize, last * self.layout.dtype.itemsize
-
-    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> None:
-        """Copies the elements of present chunks."""
-        lengths = jobs["stop"] - jobs["first"]
-        self.count_mapped(int(lengths.sum()) * self.layout.dtype.itemsize)
-        firsts, begins = self.layout.chunk_bounds(chunks)[0] + jobs["first"], jobs["begin"]
-        kept = self.elements
-        for first, begin, length in zip(firsts.tolist(), begins.tolist(), lengths.tolist(), strict=True):
-            elements[begin : begin + length] = kept[first : first + length]
-
-    def keep(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> None:
-        """Writes decoded chunks (ascending), consecutive ones at once. After a failure (full disk), writes no more."""
-        begins, ends = jobs["begin"], jobs["begin"] + jobs["stop"] - jobs["first"]
-        for run in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(chunks) != 1) + 1):
-            if len(run):
-                self.put(int(chunks[run[0]]), elements[begins[run[0]] : ends[run[-1]]])
 
     def rows(self, starts: Rows, stops: Rows) -> tuple[NDArray[Any], Rows]:
         """An array with the elements `[start, stop)` of each row, and where each row begins in it.
@@ -152,50 +137,33 @@ def _pieces(content: NDArray[np.uint8], offset: int, step: int) -> Iterator[tupl
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorContents(Held):
-    """The same, and whether one of the arrays accepts no more chunks."""
+    """The same, and whether one of the matrices accepts no more rows."""
 
     full: bool
 
 
-def contents_of(arrays: Iterable[ChunkFile]) -> MirrorContents:
-    """The current contents of some arrays together."""
-    arrays = list(arrays)
+def contents_of(files: Iterable[RowsFile]) -> MirrorContents:
+    """The current contents of some matrices together."""
+    files = list(files)
     return MirrorContents(
-        chunks=sum(array.layout.n_chunks for array in arrays),
-        chunks_held=sum(array.n_present for array in arrays),
-        bytes_in_all=sum(array.bytes_in_all for array in arrays),
-        bytes_held=sum(array.present_bytes for array in arrays),
-        full=not all(array.writable for array in arrays),
+        chunks=sum(file.layout.n_chunks for file in files),
+        chunks_held=sum(file.n_present for file in files),
+        bytes_in_all=sum(file.bytes_in_all for file in files),
+        bytes_held=sum(file.present_bytes for file in files),
+        full=not all(file.writable for file in files),
     )
 
 
 class Mirror:
-    """The mirror of some arrays of one store, by path, or of the rows of one matrix.
+    """The mirror of the rows of one matrix, or of some of its genes.
 
-    Beside `rows` there may be arrays that were mirrored earlier, and rows with all genes in `whole`. They are read, but
-    not filled any more.
+    Rows with all genes, if there are any beside these, are in `whole`. They are read, but not filled any more.
     """
 
-    def __init__(
-        self,
-        directory: MirrorDirectory,
-        arrays: Sequence[MirrorArray],
-        rows: RowBlocks | None = None,
-        whole: RowBlocks | None = None,
-    ) -> None:
+    def __init__(self, directory: MirrorDirectory, rows: RowsFile, whole: RowsFile | None = None) -> None:
         self._directory, self.rows, self.whole = directory, rows, whole
-        self.arrays: Mapping[str, MirrorArray] = {array.layout.path: array for array in arrays}
-        for file in () if rows is None else self._others:
-            file.writable = False
-
-    @property
-    def _others(self) -> Sequence[ChunkFile]:
-        return [*self.arrays.values(), *([] if self.whole is None else [self.whole])]
-
-    @property
-    def files(self) -> Sequence[ChunkFile]:
-        """The files that are filled."""
-        return list(self.arrays.values()) if self.rows is None else [self.rows]
+        if whole is not None:
+            whole.writable = False
 
     def leases(self) -> Leases:
         """A new owner of leases."""
@@ -203,8 +171,9 @@ class Mirror:
 
     def record_verified(self) -> None:
         """Records the verified files, so that no process has to compare their checksums again."""
-        for file in {*self._others, *self.files}:
-            file.record_verified()
+        self.rows.record_verified()
+        if self.whole is not None:
+            self.whole.record_verified()
 
 
 def open_mirror_directory(cache: Cache, fingerprint: str, url: str) -> MirrorDirectory | None:
@@ -216,34 +185,40 @@ def open_mirror_directory(cache: Cache, fingerprint: str, url: str) -> MirrorDir
         return None
 
 
-def open_mirror(directory: MirrorDirectory, arrays: Sequence[ArrayLayout]) -> Mirror | None:
-    """The mirror of some arrays of a store; None, with a warning, if its files cannot be created."""
-    try:
-        return Mirror(directory, [MirrorArray(directory, layout) for layout in arrays])
-    except OSError as error:
-        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
+def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, panel: NDArray[Any] | None) -> Mirror | None:
+    """The mirror of a matrix, or of a panel of its genes, given as the column of each gene.
+
+    None if there is nothing to keep, or, with a warning, if its files cannot be created.
+    """
+    if not matrix.values.n_elements:
         return None
-
-
-def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, form: RowForm) -> Mirror | None:
-    """The mirror of rows of a matrix, beside those that there are; None, with a warning, if it cannot be created."""
     try:
+        form, whole = (RowForm.of(matrix, each, compact=directory.form == "compact") for each in (panel, None))
         is_another = not has_rows(directory, form) and has_panels(directory, matrix)
-        rows, whole = RowBlocks(directory, matrix, form), RowForm.of(matrix, None)
-        held = all(has_array(directory, layout.path) for layout in matrix.arrays)
-        arrays = [MirrorArray(directory, layout) for layout in matrix.arrays] if held else []
-        has_whole = whole is not None and whole != form and has_rows(directory, whole)
-        if is_another and not has_whole and not held:
+        has_whole = whole.name != form.name and has_rows(directory, whole)
+        rows = RowsFile(directory, form)
+        if is_another and not has_whole:
             log.warning(
                 "%s has %s with other genes, and not with these: the store is read again. A mirror of all genes, as "
                 "zl.warm of the whole dataset makes, serves every choice of genes",
                 directory.path,
                 matrix.path,
             )
-        return Mirror(directory, arrays, rows, RowBlocks(directory, matrix, whole) if whole and has_whole else None)
+        return Mirror(directory, rows, RowsFile(directory, whole) if has_whole else None)
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
         return None
+
+
+def has_rows(directory: MirrorDirectory, form: RowForm) -> bool:
+    """Whether the mirror has files of these rows, with some of their blocks or none."""
+    return has_files(directory.path, form.name, "rows", "index")
+
+
+def has_panels(directory: MirrorDirectory, matrix: MatrixLayout) -> bool:
+    """Whether the mirror has rows of the matrix with some of its genes."""
+    first = cached_path(directory.path, f"{matrix.path}{PANEL}", "rows").stem
+    return any(path.name.startswith(first) for path in directory.path.glob("*.rows"))
 
 
 def has_array(directory: MirrorDirectory, path: str) -> bool:

@@ -18,7 +18,7 @@ from zloader.common.errors import ZloaderError
 from zloader.common.machine import cpu_s, disk_bytes, processor_s
 
 if TYPE_CHECKING:
-    from zloader.caching.chunk_file import ChunkFile
+    from zloader.caching.rows_file import RowsFile
     from zloader.common.records import Statistics
     from zloader.dataset.dataset import Dataset
     from zloader.insight.quality import Quality
@@ -288,11 +288,11 @@ class _Mirrored:
         return sum(array.present_bytes for array in self._arrays)
 
 
-def _mirror_arrays(dataset: Dataset, names: Sequence[str]) -> Sequence[ChunkFile]:
+def _mirror_arrays(dataset: Dataset, names: Sequence[str]) -> Sequence[RowsFile]:
     if dataset.cache is None:
         return []
     mirrors = [mirror for name in names for mirror in dataset.matrices.mirrors(name)]
-    return [file for mirror in mirrors if mirror is not None for file in mirror.files]
+    return [mirror.rows for mirror in mirrors if mirror is not None]
 
 
 class _Samples:

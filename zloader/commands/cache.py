@@ -54,7 +54,7 @@ class WarmFlags:
             metavar="FORM",
             help="How to keep values: decoded, or compact (40 % of the space).",
         ),
-    ] = "decoded"
+    ] = "raw"
     genes: Annotated[
         Path | None,
         typer.Option(

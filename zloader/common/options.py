@@ -140,7 +140,7 @@ class Cache:
     limit. `min_free_bytes` is the space that mirrors leave free on the disk. Both are numbers of bytes, or strings such
     as "500GB" or "500G" (the same), or "500GiB". Raises OptionError for an invalid value.
 
-    `form` says how values are kept. "decoded" needs no decoding later. "compact" keeps rows of sparse matrices coded,
+    `form` says how values are kept. "raw" needs no decoding later. "compact" keeps rows of sparse matrices coded,
     in about 40 % of the space, and of chosen or joined genes only their values.
 
     >>> cache = zl.Cache("/nvme/zloader", max_bytes="500GB", min_free_bytes="20 GiB")
@@ -152,9 +152,9 @@ class Cache:
     _: KW_ONLY
     max_bytes: int | str | None = None
     min_free_bytes: int | str = 0
-    form: str = "decoded"
+    form: str = "raw"
 
-    forms: ClassVar[tuple[str, ...]] = ("decoded", "compact")
+    forms: ClassVar[tuple[str, ...]] = ("raw", "compact")
 
     def __post_init__(self) -> None:
         named = os.fspath(self.directory) if isinstance(self.directory, str | os.PathLike) else None

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.directory import cache_bytes
-from zloader.caching.mirror import Mirror, contents_of, has_array
+from zloader.caching.mirror import Mirror, contents_of, has_rows
 from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
@@ -41,6 +41,7 @@ from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
 from zloader.storage.decode import decodes_in_numpy
 from zloader.storage.layout import MatrixLayout
+from zloader.storage.row_blocks import RowForm
 from zloader.transforms.transform import Columns, Transform, bound_transforms
 
 Panel: TypeAlias = Mapping[str, ChosenGenes]  # by frame, such as "var", or that of a modality
@@ -240,7 +241,7 @@ class Matrices:
         n_values = sum(layout.n_rows + layout.values.n_elements for _, layout, _ in of_stores)
         return n_values <= FEW and all(
             genes is None
-            and (store.mirror_directory is None or store.mirror_directory.form == "decoded")
+            and (store.mirror_directory is None or store.mirror_directory.form == "raw")
             and all(map(decodes_in_numpy, layout.arrays))
             for store, layout, genes in of_stores
         )
@@ -250,7 +251,7 @@ class Matrices:
         store, layout, genes = self._of_stores(x)[0]
         directory = store.mirror_directory
         if genes is None and (directory is None or directory.form != "compact"):
-            begun = directory is not None and has_array(directory, layout.values.path)
+            begun = directory is not None and has_rows(directory, RowForm.of(layout, None, compact=False))
             rehearse(layout, form, decoding=not begun)
 
     def parts(self, x: str, options: FetchOptions) -> list[MatrixPart]:
@@ -299,9 +300,9 @@ class Matrices:
         if cache is None:
             raise OptionError("the dataset has no cache: open it with cache=")
         mirrors = self.mirrors(x)
-        if None in mirrors:
+        if any(mirror is None and layout.values.n_elements for mirror, layout in zip(mirrors, self.layouts(x), strict=True)):
             raise OptionError(f"the mirror of {self._opened.url} in {cache.directory} cannot be used (see the warning)")
-        cached = contents_of(file for mirror in mirrors if mirror is not None for file in mirror.files)
+        cached = contents_of(mirror.rows for mirror in mirrors if mirror is not None)
         place = place_of(cache.directory)
         return CacheStatistics(
             **asdict(cached),

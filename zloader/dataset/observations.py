@@ -1,8 +1,7 @@
 """The rows of one or several stores: their obs columns and obsm arrays.
 
 A column is read when it is first used, from all stores at once, and then stays in memory. With a cache it is written
-there once and memory-mapped, so that the processes of a machine share one copy. Of large columns, minibatches read only
-the rows that they need (paged_columns.py).
+there once and memory-mapped, so that the processes of a machine share one copy.
 """
 
 from __future__ import annotations
@@ -26,18 +25,20 @@ from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
-from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.names import ObsNames
 from zloader.dataset.obs_columns import columns_of
 from zloader.dataset.obsm_arrays import ObsmArrays
 from zloader.dataset.opening import OpenedStores
-from zloader.dataset.paged_columns import PagedColumns, kept_as
-from zloader.reading.column_rows import PagedColumn
 from zloader.selecting.columns import ObsColumn, concatenated, joined, labels_as, unalike, unfit_obs
 from zloader.selecting.groups import shares
 
 NAME_BYTES = 100  # of an obs name as a Python string, with its place in an Index
+
+
+def kept_as(name: str) -> str:
+    """The key in the cache of what is kept of an obs column of all stores. Versions that misread some used `/obs/`."""
+    return f"/obs-2/{name}"
 
 
 def require_frame(n_rows: int) -> None:
@@ -84,9 +85,8 @@ class Observations:
         self._directory = opened.mirror_directory
         self._names = [ObsNames(store) for store in opened.stores]
         self._of_stores = [columns_of(store) for store in opened.stores]
-        self.paged = PagedColumns(opened, self._of_stores)
         self._columns: dict[str, ObsColumn] = {}
-        self.arrays = ObsmArrays(opened, self._of_stores, self.paged)
+        self.arrays = ObsmArrays(opened, self._of_stores)
 
     @cached_property
     def n_rows(self) -> int:
@@ -200,22 +200,6 @@ class Observations:
         }
         save_object(self._directory, kept_as(name), json.dumps(document).encode())
         return column
-
-    def labels(self, name: str) -> pd.Index | np.dtype[Any]:
-        """The meaning of a column's numbers, as `ObsColumn.labels`; of a large column, without reading its rows."""
-        self.require_columns([name])
-        if name not in self._columns:
-            self.require_usable([name])
-            labels = self.paged.labels(name)
-            if labels is not None:
-                return labels
-        return self.column(name).labels
-
-    def paged_columns(self, names: Sequence[str], options: FetchOptions) -> dict[str, PagedColumn]:
-        """Those of some obs columns that are large, whose rows are loaded with each fetch, unless they were read."""
-        names = [name for name in names if name not in self._columns]
-        self.require_usable(names)
-        return {name: paged for name in names if (paged := self.paged.obs(name, options)) is not None}
 
     def require_columns(self, names: Sequence[str]) -> None:
         """Raises MissingColumnError for the first name that some store lacks."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import load_column, save_column
+from zloader.caching.mirror import has_array, load_column, save_column
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError, ZloaderError
 from zloader.common.locks import cached_property
@@ -22,20 +22,25 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.obs_columns import StoreColumns
 from zloader.dataset.opening import OpenedStores
-from zloader.dataset.paged_columns import PagedColumns
+from zloader.dataset.store import OpenedStore
 from zloader.reading.column_rows import PagedColumn
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Recipe, RowColumns
 from zloader.selecting.columns import require_exact, unfit_obsm
+from zloader.storage.decode import Decoder
+from zloader.storage.layout import MatrixLayout
+
+_MOST_WHOLE = 32 << 20  # bytes, over all stores
+_LARGEST_CHUNK = 8 << 20  # bytes: larger ones would delay the first minibatch as much as the whole array does
 
 
 class ObsmArrays:
     """The obsm entries that every store has."""
 
-    def __init__(self, opened: OpenedStores, of_stores: Sequence[StoreColumns], paged: PagedColumns) -> None:
+    def __init__(self, opened: OpenedStores, of_stores: Sequence[StoreColumns]) -> None:
         self._opened, self._stores, self._directory = opened, opened.stores, opened.mirror_directory
-        self._of_stores, self._paged = of_stores, paged
+        self._of_stores = of_stores
         self._arrays: dict[str, NDArray[Any]] = {}
 
     @cached_property
@@ -68,7 +73,7 @@ class ObsmArrays:
         paged = self.paged(name, FetchOptions())
         if paged is None:
             return self.whole(name)[rows]
-        columns = RowColumns(obsm=lambda: {name: paged.prepared()}, paged=[paged])
+        columns = RowColumns(obsm=lambda: {name: paged}, paged=[paged])
         recipe = Recipe(x={}, form=Form(dense=True, dtype=None), columns=columns)
         return read_at_once(recipe, rows, FetchOptions()).obsm[name]
 
@@ -77,7 +82,16 @@ class ObsmArrays:
         if name in self._arrays:
             return None
         self.require([name])
-        return self._paged.obsm(name, self._path(name), options)
+        path, nodes = self._path(name), [store.node(self._path(name)) for store in self._stores]
+        is_small = sum(math.prod(node.shape) * node.dtype.itemsize for node in nodes) <= _MOST_WHOLE
+        if self._directory is None or is_small or has_array(self._directory, f"/obsm/{name}"):
+            return None
+        matrices = [_matrix(store, path) for store in self._stores]
+        known = [matrix for matrix in matrices if matrix is not None]
+        if len(known) < len(matrices) or len({matrix.values.dtype for matrix in known}) > 1:
+            return None
+        parts = [store.part(matrix, options) for store, matrix in zip(self._stores, known, strict=True)]
+        return PagedColumn(parts=parts, row_shape=nodes[0].shape[1:])
 
     def all_paged(self, names: Sequence[str], options: FetchOptions) -> dict[str, PagedColumn]:
         """Those of some arrays whose rows are loaded with each fetch."""
@@ -132,6 +146,22 @@ class ObsmArrays:
         except FormatError as error:
             return error
         return unfit_obsm(name, nodes, n_rows, self._opened.urls)
+
+
+def _matrix(store: OpenedStore, path: str) -> MatrixLayout | None:
+    """An array as a dense matrix; None if the rows that a fetch needs cannot be read alone, or are in its mirror."""
+    directory = store.mirror_directory
+    if directory is None or has_array(directory, path):
+        return None
+    try:
+        layout, shape = store.array_layout(path), store.node(path).shape
+        Decoder(layout)
+    except FormatError:  # reading it whole raises the error, or succeeds
+        return None
+    if layout.chunk_elements * layout.dtype.itemsize > _LARGEST_CHUNK:
+        return None
+    n_genes = math.prod(shape[1:])
+    return MatrixLayout(path=path, n_rows=store.rows_at(path), n_genes=n_genes, values=layout, genes=None)
 
 
 def _over_all_rows(columns: StoreColumns, path: str) -> NDArray[Any]:

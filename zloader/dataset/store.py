@@ -27,11 +27,9 @@ from zloader.caching.mirror import (
     MirrorArray,
     has_array,
     open_array,
-    open_mirror,
     open_mirror_directory,
     open_rows,
 )
-from zloader.caching.row_blocks import RowForm
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
@@ -44,6 +42,7 @@ from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import matrix_shape
+from zloader.storage.row_blocks import RowForm
 
 _MOST_WHOLE = 4 << 20  # rows whose offsets are read at once: 32 MiB
 
@@ -238,13 +237,10 @@ class OpenedStore(StoredElements):
         directory = self.mirror_directory
         if directory is None:
             return None
-        form = None
-        if directory.form == "compact":
-            form = RowForm.of(matrix, None if genes is None else genes.column_of)
-        name = matrix.path if form is None else form.name
+        panel = None if genes is None or matrix.genes is None else genes.column_of
+        name = RowForm.of(matrix, panel, compact=False).name
         if name not in self._mirrors:
-            opened = open_mirror(directory, matrix.arrays) if form is None else open_rows(directory, matrix, form)
-            self._mirrors[name] = opened
+            self._mirrors[name] = open_rows(directory, matrix, panel)
         return self._mirrors[name]
 
     def original_dtype(self, matrix: MatrixLayout) -> str:

@@ -154,7 +154,7 @@ class Table:
 
     def labels(self, column: str) -> pd.Index | np.dtype[Any]:
         """The meaning of the numbers of an obs column in minibatches: the labels of its codes, or the stored dtype."""
-        return self.observations.labels(column)
+        return self.observations.column(column).labels
 
     @property
     def obsm_names(self) -> list[str]:

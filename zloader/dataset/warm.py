@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.mirror import MirrorContents, contents_of
+from zloader.caching.rows_file import RowsFile
 from zloader.common.checks import MAX_COUNT, names_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
@@ -26,11 +25,10 @@ from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
-from zloader.reading.reader import ArrayReader
+from zloader.reading.matrix_reader import MatrixReader
 from zloader.reading.resources import Counters
-from zloader.reading.row_reader import RowReader
 
-_WINDOW_BYTES = 16 << 20  # decoded bytes of the chunks that are downloaded together
+_WINDOW_BYTES = 16 << 20  # decoded bytes of the blocks that are read together
 _WINDOWS = 16  # windows in flight, enough to keep a fast link busy
 _MANY_CHUNKS, _PAUSE_S = 1 << 21, 2.0  # from that many chunks on, progress is reported at most that often
 
@@ -90,7 +88,7 @@ def warm(
         raise OptionError("the dataset has no cache to fill: open it with cache=")
     options = options or FetchOptions()
     parts = [part for name in x for part in dataset.matrices.parts(name, options)]
-    unmirrored = next((part for part in parts if part.mirror is None), None)
+    unmirrored = next((part for part in parts if part.mirror is None and part.matrix.values.n_elements), None)
     if unmirrored is not None:
         raise OptionError(f"cannot fill the mirror of {unmirrored.url}: it cannot be used (see the warning)")
     for part in parts:
@@ -102,14 +100,14 @@ def warm(
     counters, began = Counters(), time.perf_counter()
 
     def warmed() -> Warmed:
-        cached, elapsed_s = dataclasses.asdict(contents_of(_arrays(parts))), time.perf_counter() - began
+        cached, elapsed_s = dataclasses.asdict(contents_of(_files(parts))), time.perf_counter() - began
         return Warmed(**cached, gets=counters.gets, bytes_read=counters.bytes_read, elapsed_s=elapsed_s)
 
     async def produce(put: Put[None]) -> None:
         await _fill_all(parts, options, counters, put)
 
     # Counting the chunks of a billion rows takes a tenth of a second, and there are a hundred thousand windows.
-    many, due = sum(array.layout.n_chunks for array in _arrays(parts)) > _MANY_CHUNKS, began
+    many, due = sum(file.layout.n_chunks for file in _files(parts)) > _MANY_CHUNKS, began
     for _ in Bridge(produce, ready_bytes=1 << 20, name="zloader-warm"):
         if on_progress is not None and (not many or time.perf_counter() > due):
             on_progress(warmed())
@@ -117,19 +115,17 @@ def warm(
     return warmed()
 
 
-def _arrays(parts: Sequence[MatrixPart]) -> Iterator[ChunkFile]:
-    for part in parts:
-        if part.mirror is not None:
-            yield from part.mirror.files
+def _files(parts: Sequence[MatrixPart]) -> list[RowsFile]:
+    return [part.mirror.rows for part in parts if part.mirror is not None]
 
 
 async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, put: Put[None]) -> None:
-    """Downloads all chunks, window by window, and puts one item after each window."""
+    """Reads all blocks, window by window, and puts one item after each window."""
     in_flight = asyncio.Semaphore(_WINDOWS)
     with opened_readers(parts, options, counters, sweeping=MAX_COUNT) as readers:
         async with asyncio.TaskGroup() as group:
 
-            async def fill(reader: ArrayReader | RowReader, window: Rows) -> None:
+            async def fill(reader: MatrixReader, window: Rows) -> None:
                 try:
                     if reader.mirror is not None and reader.mirror.writable:
                         await reader.fill_mirror(window, turn=1)
@@ -137,17 +133,15 @@ async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters
                 finally:
                     in_flight.release()
 
-            windows = [_windows(reader) for of_part in readers for reader in of_part]
-            # Advance through all arrays in step, so that a full cache holds whole rows and not a single array.
-            for _, window, reader in heapq.merge(*windows, key=lambda window: window[0]):
+            for reader, window in (pair for reader in readers for pair in _windows(reader)):
                 await in_flight.acquire()
                 group.create_task(fill(reader, window))
 
 
-def _windows(reader: ArrayReader | RowReader) -> Iterator[tuple[float, Rows, ArrayReader | RowReader]]:
-    """All chunks of a reader's mirror in windows, each with the share of the chunks that precedes it."""
-    assert reader.mirror is not None
-    n_chunks = reader.mirror.layout.n_chunks
-    size = max(1, _WINDOW_BYTES // reader.mirror.decoded_chunk_bytes)
-    for first in range(0, n_chunks, size):
-        yield first / n_chunks, np.arange(first, min(first + size, n_chunks)), reader
+def _windows(reader: MatrixReader) -> Iterator[tuple[MatrixReader, Rows]]:
+    """All blocks of a reader's mirror, in windows."""
+    if reader.mirror is not None:
+        n_blocks = reader.mirror.layout.n_chunks
+        size = max(1, _WINDOW_BYTES // reader.mirror.form.block_bytes)
+        for first in range(0, n_blocks, size):
+            yield reader, np.arange(first, min(first + size, n_blocks))

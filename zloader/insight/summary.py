@@ -8,7 +8,6 @@ from typing import Any
 
 import zarr
 
-from zloader.caching.row_blocks import RowForm
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.common.messages import size
 from zloader.dataset.dataset import Dataset
@@ -19,6 +18,7 @@ from zloader.storage import hdf5_filters
 from zloader.storage.coded_rows import likely_bytes
 from zloader.storage.coders import PREFIX
 from zloader.storage.layout import ArrayLayout, MatrixLayout
+from zloader.storage.row_blocks import RowForm
 
 _OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
 
@@ -191,10 +191,10 @@ def _matrix(dataset: Dataset, name: str) -> MatrixSummary:
 
 def _compact(matrix: MatrixLayout) -> tuple[int, bool]:
     """The bytes of a compact mirror, about, and whether they may be much fewer."""
-    form = RowForm.of(matrix, None)
-    if form is None:  # kept decoded
+    form = RowForm.of(matrix, None, compact=True)
+    if not form.coded:
         return sum(array.n_elements * array.dtype.itemsize for array in matrix.arrays), False
-    return likely_bytes(matrix.n_rows, matrix.values.n_elements, matrix.n_genes, form.dtypes)
+    return likely_bytes(matrix.n_rows, matrix.values.n_elements, matrix.n_genes, (matrix.arrays[0].dtype, form.values))
 
 
 def _values(store: OpenedStore, matrix: str) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common import page_cache
 from zloader.common.compiled import load_compiler
 from zloader.common.concurrent_calls import aside
 from zloader.common.options import FetchOptions
@@ -25,14 +26,13 @@ from zloader.common.records import CsrArrays, MinibatchArrays, Rows, TokenRows, 
 from zloader.order.plan import Fetch
 from zloader.reading.back_pressure import Claim, Gates
 from zloader.reading.bridge import Bridge, Put
-from zloader.reading.column_rows import LoadedColumn, PagedColumn, load_column, release, rows_of
+from zloader.reading.column_rows import LoadedColumn, PagedColumn, load_column, rows_of
 from zloader.reading.group_bytes import GroupBytes
 from zloader.reading.matrix_parts import opened_readers
+from zloader.reading.matrix_reader import MatrixReader
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
-from zloader.reading.reader import ArrayReader
 from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters, begun
-from zloader.reading.row_reader import RowReader
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import shares
 
@@ -84,7 +84,7 @@ class FetchScheduler:
         self._options = options
         cutting = recipe.cutting
         self._gates = Gates(options, grows=cutting.grows, most=cutting.most, groups=cutting.groups)
-        self._columns: Mapping[str, ObsColumn | PagedColumn] = {}
+        self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
         self._ends = recipe.ends
@@ -119,7 +119,7 @@ class FetchScheduler:
     async def _load_ahead(
         self,
         fetches: Iterable[Fetch],
-        readers: list[Sequence[ArrayReader | RowReader]],
+        readers: list[MatrixReader],
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
         group: asyncio.TaskGroup,
     ) -> None:
@@ -132,7 +132,7 @@ class FetchScheduler:
             loads.put_nowait(group.create_task(self._load(planned, turn)))
         loads.put_nowait(None)
 
-    def _plan(self, fetch: Fetch, readers: list[Sequence[ArrayReader | RowReader]]) -> _Planned:
+    def _plan(self, fetch: Fetch, readers: list[MatrixReader]) -> _Planned:
         rows, n_stores = fetch.rows, len(self._ends)
         at = dict(shares(self._ends, rows)) if n_stores else {}
         of_arrays = [readers[first : first + n_stores] for first in range(0, len(readers), max(1, n_stores))]
@@ -166,23 +166,21 @@ class FetchScheduler:
         rows = loaded.planned.fetch.rows
         without_x = MinibatchArrays(
             x={},
-            obs={name: rows_of(column, rows, loaded.columns) for name, column in self._columns.items()},
+            obs={name: column.taken(rows) for name, column in self._columns.items()},
             obsm={name: rows_of(array, rows, loaded.columns) for name, array in self._obsm.items()},
             index=rows,
             sets=loaded.planned.fetch.sets,
             present={name: has[rows] for name, has in self._recipe.columns.present.items()},
         )
         self._tell_of_missing_labels(without_x.obs)
-        for column in (*self._columns.values(), *self._obsm.values()):
-            release(column)
+        for column in self._columns.values():
+            page_cache.release(column.values)
         return without_x
 
     def _tell_of_missing_labels(self, obs: Mapping[str, NDArray[Any]]) -> None:
         told = self._recipe.columns.told
         for name in obs.keys() - told:
-            column = self._columns[name]
-            has_labels = column.recode if isinstance(column, PagedColumn) else column.coded
-            if has_labels is not None and len(obs[name]) and obs[name].min() < 0:
+            if self._columns[name].coded is not None and len(obs[name]) and obs[name].min() < 0:
                 told.add(name)
                 log.warning(
                     "some rows have no label in %r, and the code -1: give torch's cross_entropy ignore_index=-1, or "

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
 from zloader.reading.few_rows import Columns
 from zloader.reading.loops import (
@@ -35,6 +36,7 @@ from zloader.reading.loops import (
 )
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.coded_rows import Views
+from zloader.transforms.normalizing import sum_of
 
 Empty = Callable[[int, np.dtype[Any]], NDArray[Any]]  # makes an array of a length and a dtype, with any contents
 _MOST_INT32 = np.iinfo(np.int32).max
@@ -86,6 +88,72 @@ class StoreRows:
         return found
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SourceRows:
+    """Rows of one matrix in memory, at positions `at` of a fetch.
+
+    They are as in StoreRows, with the genes as stored, of which x has those in `chosen`; None if genes are columns of
+    x. `totals` are the sums of the rows with all genes, where they are known.
+    """
+
+    at: Rows | slice
+    genes: NDArray[Any] | None
+    values: NDArray[Any]
+    starts: tuple[Rows, Rows]
+    lengths: Rows
+    chosen: ChosenGenes | None = None
+    coded: Views | None = None
+    totals: NDArray[np.float64] | None = None
+
+    def decoded(self, n_genes: int) -> SourceRows:
+        """The same rows, raw."""
+        if self.coded is None:
+            return self
+        dtype, genes = self.values.dtype, self.coded[1].dtype
+        return self._of(csr_rows([self._rows], len(self.lengths), n_genes=n_genes, dtype=dtype, genes=genes))
+
+    def with_genes(self, chosen: ChosenGenes, genes: np.dtype[Any] | None) -> SourceRows:
+        """Raw rows with the chosen genes as columns, in this dtype and in order."""
+        rows = choose(replace(self._rows, values=as_bits(self.values)), chosen)
+        x = csr_rows([rows], len(self.lengths), n_genes=len(chosen), dtype=rows.values.dtype, genes=genes)
+        return self._of(replace(x, values=x.values.view(self.values.dtype)))
+
+    @property
+    def _rows(self) -> StoreRows:
+        return StoreRows(
+            at=slice(None), genes=self.genes, values=self.values, starts=self.starts, lengths=self.lengths,
+            coded=self.coded,
+        )  # fmt: skip
+
+    @staticmethod
+    def _of(x: CsrArrays) -> SourceRows:
+        starts = x.indptr[:-1].astype(np.int64)
+        lengths = np.diff(x.indptr).astype(np.int64)
+        return SourceRows(at=slice(None), genes=x.indices, values=x.values, starts=(starts, starts), lengths=lengths)
+
+
+def as_bits(values: NDArray[Any]) -> NDArray[Any]:
+    """Values that are only moved: float16, which numba does not know, as uint16."""
+    return values.view(np.uint16) if values.dtype == np.float16 else values
+
+
+def totals_of(values: NDArray[Any], starts: Rows, lengths: Rows) -> NDArray[np.float64]:
+    """The sum of each row, or a negative value that it has."""
+    totals = np.empty(len(lengths))
+    _totals(values.astype(np.float32) if values.dtype == np.float16 else values, starts, lengths, totals)
+    return totals
+
+
+@compiled
+def _totals(values: NDArray[Any], starts: Rows, lengths: Rows, out: NDArray[np.float64]) -> None:
+    for row in range(len(starts)):
+        of_row = values[starts[row] : starts[row] + lengths[row]]
+        out[row] = sum_of(of_row)
+        for i in range(len(of_row)):
+            if of_row[i] < 0:
+                out[row] = of_row[i]
+
+
 def choose(rows: StoreRows, genes: ChosenGenes, columns: Columns | None = None) -> StoreRows:
     """The rows with the chosen genes as their columns. Values are copied only if a gene is left out, or if dense.
 
@@ -133,7 +201,7 @@ def csr_rows(
     n_rows: int,
     *,
     n_genes: int,
-    dtype: str,
+    dtype: np.dtype[Any] | str,
     genes: np.dtype[Any] | None = None,
     empty: Empty = np.empty,
 ) -> CsrArrays:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.leases import Leases
 from zloader.caching.mirror import Mirror
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, Rows
 from zloader.reading.back_pressure import ByteBudget
+from zloader.reading.matrix_reader import MatrixReader
 from zloader.reading.read_plan import share_of
-from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
-from zloader.reading.row_reader import RowReader
 from zloader.selecting.genes import ChosenGenes
 from zloader.selecting.row_maps import RowMap, looked_up
 from zloader.storage.layout import MatrixLayout, RowOffsets
@@ -70,26 +67,25 @@ class MatrixPart:
 
     def has_totals(self, dtype: str) -> bool:
         """Whether the mirror knows the totals that whole rows have in a dtype, to the last bit."""
-        has_rows = self.mirror is not None and self.mirror.rows is not None
-        return has_rows and np.can_cast(self.matrix.values.dtype, dtype, "safe")
+        is_kept = self.mirror is not None and self.matrix.genes is not None
+        return is_kept and np.can_cast(self.matrix.values.dtype, dtype, "safe")
 
 
 @contextlib.contextmanager
 def opened_readers(
     parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, *, sweeping: int
-) -> Iterator[list[Sequence[ArrayReader | RowReader]]]:
-    """The readers of each part's arrays. They share threads and one bound on the bytes in flight.
+) -> Iterator[list[MatrixReader]]:
+    """The reader of each part. They share threads and one bound on the bytes in flight.
 
     `sweeping` has the rows, one after another, that will be read completely. On leaving, the mirrors record the chunks
     whose checksums were verified, and the leases are released, so that other processes may download the remaining
     chunks.
     """
     in_flight, own_buffers = ByteBudget(options.in_flight_bytes), threading.local()
-    coding = asyncio.Semaphore(options.threads + 2)
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="zloader-decode"))
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        readers: list[Sequence[ArrayReader | RowReader]] = []
+        readers: list[MatrixReader] = []
         for part in parts:
             resources = Resources(
                 url=part.url,
@@ -101,22 +97,13 @@ def opened_readers(
                 in_flight=in_flight,
                 sweeping=share_of(sweeping, part.n_rows),
                 own_buffers=own_buffers,
-                coding=coding,
                 indexes=part.indexes,
             )
             leases = None
             if part.mirror is not None:
                 stack.callback(part.mirror.record_verified)
                 leases = stack.enter_context(contextlib.closing(part.mirror.leases()))
-            readers.append(_readers(part, leases, resources))
+            mirror = part.mirror
+            rows, whole = (None, None) if mirror is None else (mirror.rows, mirror.whole)
+            readers.append(MatrixReader(part.matrix, part.indptr, rows, whole, part.genes, leases, resources))
         yield readers
-
-
-def _readers(part: MatrixPart, leases: Leases | None, resources: Resources) -> Sequence[ArrayReader | RowReader]:
-    mirrored = {} if part.mirror is None else part.mirror.arrays
-    arrays = [ArrayReader(array, mirrored.get(array.path), leases, resources) for array in part.matrix.arrays]
-    if part.mirror is None or part.mirror.rows is None or leases is None:
-        return arrays
-    filler = resources.filler(part.mirror.rows, leases)
-    whole = None if part.mirror.whole is None else resources.filler(part.mirror.whole, leases)
-    return [RowReader(part.matrix, part.indptr, arrays, filler, whole, part.genes, resources)]

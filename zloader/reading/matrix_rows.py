@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.row_blocks import CodedRows
 from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, X
 from zloader.reading import gather
 from zloader.reading.forms import Form, Transforming
+from zloader.reading.gather import SourceRows
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.read_plan import Elements
-from zloader.reading.reader import ArrayReader, Needed
-from zloader.reading.row_reader import NeededRows, RowReader
+from zloader.reading.matrix_reader import MatrixReader, NeededRows
 from zloader.selecting.genes import ChosenGenes
 from zloader.selecting.groups import by_value, shares
 from zloader.storage.coded_rows import Views, views_of
@@ -38,20 +36,17 @@ Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each w
 class PlannedRows:
     """The rows of a fetch in one matrix, before its reads.
 
-    For each part that the rows touch, `at` has the positions of its rows, and `needed` the elements needed from each of
-    its arrays: genes (CSR only), then values; or the rows of a mirror of coded rows. `lengths` are the elements per
-    row.
+    For each part that the rows touch, `needed` has its rows. `lengths` are the elements per row.
     """
 
     parts: Sequence[MatrixPart]
-    at: Shares
-    needed: dict[int, list[Needed | NeededRows]]
+    needed: Mapping[int, NeededRows]
     lengths: Rows
 
     @property
     def n_bytes(self) -> int:
         """Buffer bytes for the decoded elements."""
-        return sum(needed.buffer_bytes for arrays in self.needed.values() for needed in arrays)
+        return sum(needed.buffer_bytes for needed in self.needed.values())
 
     @property
     def ahead_bytes(self) -> int:
@@ -59,7 +54,7 @@ class PlannedRows:
 
         Elements from a mirror count, too, because a small page cache would evict them.
         """
-        return sum(needed.ahead_bytes for arrays in self.needed.values() for needed in arrays)
+        return sum(needed.ahead_bytes for needed in self.needed.values())
 
     @property
     def lacks_rows(self) -> bool:
@@ -90,7 +85,7 @@ class PlannedRows:
     def _copied_bytes(self) -> tuple[int, int]:
         """Bytes per row and per element of the copies that `gather.choose` and `gather.widened` make, at most."""
         per_element = per_row = 0
-        for part in (self.parts[number] for number, needed in self.needed.items() if not _are_coded(needed)):
+        for part in (self.parts[number] for number, needed in self.needed.items() if needed.chooses_later):
             itemsize = part.matrix.values.dtype.itemsize
             if part.genes is not None and part.indptr is None:
                 per_row = max(per_row, itemsize * part.n_columns)
@@ -100,33 +95,27 @@ class PlannedRows:
         return per_row, per_element + widened
 
 
-def _are_coded(needed: Sequence[Needed | NeededRows]) -> bool:
-    """Whether the rows come from a mirror of coded rows, whose genes are the columns of x."""
-    return any(isinstance(each, NeededRows) for each in needed)
-
-
 def plan_rows(
     parts: Sequence[MatrixPart],
-    readers: Sequence[Sequence[ArrayReader | RowReader]],
+    readers: Sequence[MatrixReader],
     rows: Rows,
     at: Shares,
     ends: Rows,
 ) -> PlannedRows:
     """Plans the reads of some rows. Part k has `readers[k]` and ends before row `ends[k]`."""
     lengths = np.zeros(len(rows), np.int64)
-    needed, held = {}, {}
+    needed = {}
     for number, of_store in at.items():
         part = parts[number]
         of_part, here = part.held(rows[of_store] - (ends[number] - part.n_rows), of_store)
         if not len(of_part):
             continue
-        held[number] = here
         starts, stops = part.matrix.elements_of(of_part, part.indptr)
         if isinstance(part.indptr, np.ndarray):
             page_cache.release(part.indptr)
         lengths[here] = stops - starts
-        needed[number] = [reader.needed(of_part, starts, stops) for reader in readers[number]]
-    return PlannedRows(parts=parts, at=held, needed=needed, lengths=lengths)
+        needed[number] = readers[number].needed(here, of_part, starts, stops)
+    return PlannedRows(parts=parts, needed=needed, lengths=lengths)
 
 
 def spanning(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], list[int]]:
@@ -162,39 +151,37 @@ class UnitedStores:
     coded: Views | None = None
 
 
-def alike(part: MatrixPart, loaded: Sequence[Elements | CodedRows]) -> Hashable:
-    """The same for all stores whose rows can be gathered in one loop. `loaded` are the genes (CSR only) and values."""
+def alike(rows: SourceRows) -> Hashable:
+    """The same for all sources whose rows can be gathered in one loop."""
     how: Hashable = None
-    arrays = [each.source for each in loaded]
-    if isinstance(loaded[0], CodedRows):
-        return loaded[0].dtypes
-    if part.genes is not None:
-        how = (part.genes.takes_all, part.genes.ascending) if len(arrays) == 2 else id(part.genes)
+    if rows.coded is not None:
+        return tuple(array.dtype for array in rows.coded)
+    if rows.chosen is not None:
+        chosen = rows.chosen
+        how = id(chosen) if rows.genes is None else (chosen.takes_all, chosen.ascending)
+    arrays = [rows.values] if rows.genes is None else [rows.genes, rows.values]
     return how, *((array.dtype, array.ctypes.data % array.itemsize) for array in arrays)
 
 
-def united(
-    parts: Sequence[MatrixPart], loaded: Sequence[Sequence[Elements | CodedRows]]
-) -> tuple[UnitedStores, list[tuple[int, ...]]]:
-    """The stores of parts that are alike, and for each part the shifts of its elements and of its table of columns."""
-    arrays = [[each.source for each in of_part] for of_part in loaded]
-    of_kinds = list(zip(*arrays, strict=True))  # genes and values, or values or coded rows alone
-    kept = [array for of_kind in of_kinds for array in of_kind]
-    spans = [spanning(of_kind) for of_kind in of_kinds]
-    first = loaded[0][0]
-    if isinstance(first, CodedRows):
-        ((span, starts),) = spans
-        views = views_of(span, *first.dtypes)
+def united(sources: Sequence[SourceRows]) -> tuple[UnitedStores, list[tuple[int, int, int]]]:
+    """Sources that are alike, and for each the shifts of its genes, of its values and of its table of columns."""
+    none, first = [0] * len(sources), sources[0]
+    kept = [array for rows in sources for array in (rows.genes, rows.values) if array is not None]
+    if first.coded is not None:
+        span, starts = spanning([rows.coded[0] for rows in sources if rows.coded is not None])
+        views = views_of(span, first.coded[1].dtype, first.coded[2].dtype)
         coded = UnitedStores(genes=views[1], values=views[2], chosen=None, columns=None, kept=kept, coded=views)
-        return coded, [(start, 0) for start in starts]
-    chosen, columns, table_starts = parts[0].genes, None, [0] * len(parts)
-    if chosen is not None and len(spans) == 2:
-        tables = [part.genes.column_of for part in parts if part.genes is not None]
-        kept += tables
-        columns, table_starts = spanning(tables)
-    *genes, values = (span for span, _ in spans)
-    stores = UnitedStores(genes=genes[0] if genes else None, values=values, chosen=chosen, columns=columns, kept=kept)
-    return stores, list(zip(*(starts for _, starts in spans), table_starts, strict=True))
+        return coded, list(zip(starts, starts, none, strict=True))
+    values, value_starts = spanning([rows.values for rows in sources])
+    genes, gene_starts, columns, table_starts = None, none, None, none
+    if first.genes is not None:
+        genes, gene_starts = spanning([rows.genes for rows in sources if rows.genes is not None])
+        tables = [rows.chosen.column_of for rows in sources if rows.chosen is not None]
+        if tables:
+            kept += tables
+            columns, table_starts = spanning(tables)
+    stores = UnitedStores(genes=genes, values=values, chosen=first.chosen, columns=columns, kept=kept)
+    return stores, list(zip(gene_starts, value_starts, table_starts, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +221,8 @@ class LoadedRows:
     def _found(self, value: Any, row: int, taken: Rows, rows: Rows) -> str:
         """Says in which row and store a value is. `row` counts the rows of a minibatch."""
         positions = np.arange(len(self.planned.lengths))
-        number = next(number for number, here in self.planned.at.items() if taken[row] in positions[here])
+        needed = self.planned.needed.items()
+        number = next(number for number, of_part in needed if taken[row] in positions[of_part.at])
         part = self.planned.parts[number]
         return f"{part.matrix.path} of {part.url} holds {value!s} in row {rows[row]} of the dataset"
 
@@ -263,48 +251,42 @@ class LoadedRows:
         return gather.choose(rows, stores.chosen, columns)
 
 
-async def load_elements(
-    planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int
-) -> Mapping[int, list[Elements | CodedRows]]:
-    """Loads the elements of planned rows, by part and array, into a buffer of `n_bytes`, unless a mirror has them."""
-    used = 0
-    loads: dict[int, list[asyncio.Task[Elements | CodedRows]]] = {number: [] for number in planned.needed}
-    async with asyncio.TaskGroup() as group:
-        for number, arrays in planned.needed.items():
-            for needed in arrays:
-                slot = buffer[used : used + needed.buffer_bytes]
-                used += needed.buffer_bytes
-                loads[number].append(group.create_task(needed.load(slot, turn=turn)))
-    return {number: [load.result() for load in of_part] for number, of_part in loads.items()}
-
-
 async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> LoadedRows:
-    """Loads planned rows as `load_elements` does."""
-    return _loaded(planned, await load_elements(planned, buffer, turn=turn))
+    """Loads planned rows into a buffer of `n_bytes`, unless a mirror has them."""
+    return _loaded(planned, await load_sources(planned, buffer, turn=turn))
 
 
-def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements | CodedRows]]) -> LoadedRows:
-    """The rows whose elements have been loaded, with stores united, and where each row is in them."""
+async def load_sources(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> list[SourceRows]:
+    """Loads planned rows as `load_rows` does."""
+    used, loads = 0, []
+    async with asyncio.TaskGroup() as group:
+        for needed in planned.needed.values():
+            slot = buffer[used : used + needed.buffer_bytes]
+            used += needed.buffer_bytes
+            loads.append(group.create_task(needed.load(slot, turn=turn)))
+    return [rows for load in loads for rows in load.result()]
+
+
+def _loaded(planned: PlannedRows, sources: Sequence[SourceRows]) -> LoadedRows:
+    """The rows that have been loaded, with their sources united, and where each row is in them."""
     n_rows = len(planned.lengths)
     starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
     lengths, totals = planned.lengths.copy(), np.zeros(n_rows)
-    groups: dict[Hashable, list[int]] = {}
-    for number, loaded in elements.items():
-        key = alike(planned.parts[number], loaded)
-        groups.setdefault(key, []).append(number)
+    groups: dict[Hashable, list[SourceRows]] = {}
+    for rows in sources:
+        groups.setdefault(alike(rows), []).append(rows)
     stores: list[UnitedStores] = []
     store_of = np.full(n_rows, len(groups), np.min_scalar_type(len(groups)))  # of rows that no store has
-    for numbers in groups.values():
-        store, shifts = united([planned.parts[number] for number in numbers], [elements[number] for number in numbers])
-        for number, (*of_arrays, of_table) in zip(numbers, shifts, strict=True):
-            at = planned.at[number]
-            store_of[at], tables[at] = len(stores), of_table
-            for into, array, shift in zip(starts[-len(of_arrays) :], elements[number], of_arrays, strict=True):
-                into[at] = array.starts + shift
-                if isinstance(array, CodedRows):
-                    lengths[at], totals[at] = array.lengths, array.entries["whole_sum"]
+    for of_group in groups.values():
+        store, shifts = united(of_group)
+        for rows, (of_genes, of_values, of_table) in zip(of_group, shifts, strict=True):
+            store_of[rows.at], tables[rows.at] = len(stores), of_table
+            starts[0][rows.at], starts[1][rows.at] = rows.starts[0] + of_genes, rows.starts[1] + of_values
+            lengths[rows.at] = rows.lengths  # a mirror of a panel has fewer elements than the store
+            if rows.totals is not None:
+                totals[rows.at] = rows.totals
         stores.append(store)
-    planned = replace(planned, lengths=lengths)  # a panel has fewer elements than the store
+    planned = replace(planned, lengths=lengths)
     return LoadedRows(planned=planned, stores=stores, store_of=store_of, starts=starts, tables=tables, totals=totals)
 
 
@@ -318,14 +300,10 @@ def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows)
         for parts in matrices:
             part = parts[number]
             of_part, _ = part.held(rows[at] - (ends[number] - part.n_rows), at)
-            if part.mirror is not None and part.mirror.rows is not None:
+            if part.mirror is not None:
                 blocks = part.mirror.rows.blocks(of_part)
                 needed, held = needed + len(blocks), held + part.mirror.rows.n_held(blocks)
                 continue
             starts, stops = part.matrix.elements_of(of_part, part.indptr)
-            for array in part.matrix.arrays:
-                chunks = chunks_of(starts, stops, array)
-                needed += len(chunks)
-                if part.mirror is not None and array.path in part.mirror.arrays:
-                    held += part.mirror.arrays[array.path].n_held(chunks)
+            needed += sum(len(chunks_of(starts, stops, array)) for array in part.matrix.arrays)
     return held / needed if needed else 0.0

@@ -20,6 +20,7 @@ from zloader.storage.decode import CHUNK
 from zloader.storage.layout import (
     ArrayLayout,
     ChunkSpan,
+    MatrixLayout,
     align_to_runs,
     chunk_spans,
     chunks_of,
@@ -28,26 +29,19 @@ from zloader.storage.layout import (
 )
 from zloader.storage.placement import ObjectIndex
 
-# A mirror keeps every chunk that is read, so the chunks in a small gap are planned as chunks of their own, unless they
-# are already there. Bytes that belong to no chunk are read over up to this many: some writers pad between chunks.
-PADDING_BYTES = 4096
 # What costs little to read may cost much to decode: sorted labels shrink to a hundredth. Reads are not extended by more
 # decoded bytes than this for each stored byte of the options.
 MOST_SHRUNK = 16
+_CHUNKS_OF_RUN, _RUN_BYTES = 4, 32 << 20  # the chunks at the ends of a run are decoded with both neighbours
+_BATCH_BYTES, _DECODED_BYTES = 8 << 20, 16 << 20  # stored and decoded, of the blocks that are read together
 _RUNS = 12  # at least, in a piece of an array that is read completely: a third of the GETs for 3 % more bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlanner:
-    """Plans the reads of one array.
-
-    `run_chunks` and `gap_chunks` shape what a mirror takes, in chunks; `gap_bytes` and `max_read_bytes` shape the
-    spans, as in FetchOptions.
-    """
+    """Plans the reads of one array. `gap_bytes` and `max_read_bytes` shape the spans, as in FetchOptions."""
 
     layout: ArrayLayout
-    run_chunks: int
-    gap_chunks: int
     gap_bytes: int
     max_read_bytes: int
 
@@ -55,49 +49,82 @@ class ReadPlanner:
         """The chunks that contain the elements `[start, stop)` of each row."""
         return chunks_of(starts, stops, self.layout)
 
-    def chunks_to_mirror(self, chunks: Rows, *, first_fetch: bool) -> Rows:
-        """The chunks to read into a mirror when a fetch needs `chunks`, including those that are already there.
-
-        These are whole runs of `run_chunks`, and all chunks in gaps of at most `gap_chunks` within one object. The
-        consumer waits for the first fetch, so that fetch leaves the runs out.
-        """
-        run = 1 if first_fetch else self.run_chunks
-        return fill_gaps(self.layout, align_to_runs(self.layout, chunks, run), self.gap_chunks)
-
     def shards(self, chunks: Rows) -> list[int]:
         """The shards that contain the chunks."""
         found: list[int] = distinct(chunks // self.layout.chunks_per_shard).tolist()
         return found
 
-    def spans(
-        self, chunks: Rows, indexes: Mapping[int, ObjectIndex], *, into_mirror: bool
-    ) -> tuple[list[ChunkSpan], Rows]:
+    def spans(self, chunks: Rows, indexes: Mapping[int, ObjectIndex]) -> tuple[list[ChunkSpan], Rows]:
         """The spans to read for `chunks`, and the chunks that are not stored.
 
         `indexes` has the index of each of their shards.
         """
-        gap_bytes = PADDING_BYTES if into_mirror else self.gap_bytes
-        return chunk_spans(self.layout, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=self.max_read_bytes)
+        return chunk_spans(self.layout, chunks, indexes, gap_bytes=self.gap_bytes, max_read_bytes=self.max_read_bytes)
 
 
-def planner_of(
-    layout: ArrayLayout, options: FetchOptions, object_sizes: Mapping[str, int], *, sweeping: float
-) -> ReadPlanner:
-    """The planner of an array; `sweeping` is the share of it that is read in one piece.
+def planner_of(layout: ArrayLayout, options: FetchOptions) -> ReadPlanner:
+    """The planner of an array."""
+    return ReadPlanner(layout=layout, gap_bytes=options.gap_bytes, max_read_bytes=options.max_read_bytes)
 
-    The average size of a stored chunk, from `object_sizes` (bytes per key), converts the options' bytes to chunks.
+
+@dataclass(frozen=True, kw_only=True)
+class FillPlanner:
+    """Plans which blocks of rows a mirror takes, and which of them are read together.
+
+    `run` is the number of blocks that are read together at least, `least` the same for the first fetch of an epoch, and
+    `gap` the number of blocks between two that are read with them. A batch has `few` blocks.
     """
-    decoded_bytes = layout.chunk_elements * layout.dtype.itemsize
-    most_in_run = max(1, MOST_SHRUNK * options.least_read_bytes // decoded_bytes)
-    run = min(most_in_run, layout.chunks_in(options.least_read_bytes, object_sizes))
-    most_in_gap = MOST_SHRUNK * options.gap_bytes // decoded_bytes
-    return ReadPlanner(
-        layout=layout,
-        run_chunks=run_of(layout, run, sweeping),
-        gap_chunks=min(most_in_gap, int(options.gap_bytes / max(1.0, layout.chunk_bytes(object_sizes)))),
-        gap_bytes=options.gap_bytes,
-        max_read_bytes=options.max_read_bytes,
-    )
+
+    layout: ArrayLayout
+    run: int
+    least: int
+    gap: int
+    few: int
+
+    @classmethod
+    def of(
+        cls,
+        matrix: MatrixLayout,
+        blocks: ArrayLayout,
+        block_bytes: int,
+        options: FetchOptions,
+        object_sizes: Mapping[str, int],
+        *,
+        sweeping: float,
+    ) -> FillPlanner:
+        """`block_bytes` are the decoded bytes of a block of `blocks`; `sweeping` is the share of the rows that is read in
+        one piece.
+        """
+        n_blocks = max(1, blocks.n_chunks)
+        whole = sum(array.chunk_bytes(object_sizes) * array.n_chunks for array in matrix.arrays)
+        stored = max(whole / len(matrix.arrays) / n_blocks, block_bytes / MOST_SHRUNK)
+        # A chunk that holds several blocks is decoded once if they are read together.
+        of_chunk = max(-(-n_blocks // max(1, array.n_chunks)) for array in matrix.arrays)
+        run = max(1, round(options.least_read_bytes / stored))
+        run = max(run, min(_CHUNKS_OF_RUN * of_chunk, max(1, _RUN_BYTES // block_bytes)))
+        return cls(
+            layout=blocks,
+            run=max(of_chunk, run_of(blocks, -(-run // of_chunk) * of_chunk, sweeping)),
+            least=of_chunk,
+            gap=int(options.gap_bytes / stored),
+            few=max(1, min(
+                min(_BATCH_BYTES, options.in_flight_bytes // 8) // max(1, int(stored * len(matrix.arrays))),
+                _DECODED_BYTES // block_bytes,
+            )),
+        )  # fmt: skip
+
+    def to_fill(self, blocks: Rows, *, first_fetch: bool) -> Rows:
+        """The blocks to read when a fetch needs `blocks`, including those that are already there.
+
+        The consumer waits for the first fetch, so that fetch leaves most of the neighbours out.
+        """
+        run = self.least if first_fetch else self.run
+        return fill_gaps(self.layout, align_to_runs(self.layout, blocks, run), self.gap)
+
+    def batches(self, blocks: Rows) -> Iterator[Rows]:
+        """The blocks that are read together and decoded by one call in a thread."""
+        for first in range(0, len(blocks), self.few):
+            yield blocks[first : first + self.few]
 
 
 def share_of(swept_rows: int, n_rows: int) -> float:

@@ -29,7 +29,7 @@ class RowColumns:
     which rows of the dataset it has.
     """
 
-    obs: Callable[[], Mapping[str, ObsColumn | PagedColumn]] = dict
+    obs: Callable[[], Mapping[str, ObsColumn]] = dict
     obsm: Callable[[], Mapping[str, NDArray[Any] | PagedColumn]] = dict
     paged: Sequence[PagedColumn] = ()
     present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class RowColumns:
             return {name: of_own[each] if isinstance(each, PagedColumn) else each for name, each in columns.items()}
 
         return replace(
-            self, obs=lambda: swapped(self.obs()), obsm=lambda: swapped(self.obsm()), paged=list(of_own.values())
+            self, obsm=lambda: swapped(self.obsm()), paged=list(of_own.values())
         )
 
 

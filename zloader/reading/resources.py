@@ -15,17 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.access.file_source import FileSource
-from zloader.caching.chunk_file import ChunkFile
-from zloader.caching.leases import Leases
 from zloader.common.locks import forkable_lock
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, ReadClock, Span
 from zloader.reading.back_pressure import ByteBudget
-from zloader.reading.filling import MirrorFiller
 from zloader.storage.placement import ObjectIndex
 
 Bytes = NDArray[np.uint8]
-File = TypeVar("File", bound=ChunkFile)
 Result = TypeVar("Result")
 
 
@@ -91,7 +87,6 @@ class Resources:
     # unknown. It says how many of the chunks beside a block are worth mirroring with it.
     sweeping: float
     own_buffers: threading.local  # of each thread, shared by all stores of the epoch
-    coding: asyncio.Semaphore  # whose turn it is to have rows in memory that will be coded, shared by all stores
     indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)  # that were read, by array and shard
 
     def __post_init__(self) -> None:
@@ -100,10 +95,6 @@ class Resources:
     async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
         """Runs a function in one of the threads; returns its result and the seconds it took there."""
         return await begun(self.threads, function, *args)
-
-    def filler(self, mirror: File, leases: Leases) -> MirrorFiller[File]:
-        """Fills a file of a mirror in the threads of the epoch."""
-        return MirrorFiller(mirror, leases, self.run, self.options.deadline_s)
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """Reads spans from the source, and counts GETs, bytes and retries."""

@@ -12,7 +12,7 @@ bits. Whole numbers are coded in any dtype. Whatever does not fit (fractions, ne
 than 32 766 elements), or would not be shorter, is raw: in the stored dtype, aligned to it. Decoding gives back the same
 bits. Unused bytes are 0, so that the same rows are the same bytes, whoever codes them.
 
-A block is some rows one after another, behind a table with an entry for each of them (ENTRY).
+row_blocks.py describes the blocks of rows that a mirror keeps.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ from numpy.typing import NDArray
 from zloader.common.compiled import compiled
 from zloader.common.records import Rows
 
-# The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
-# elements and the sum.
-ENTRY = np.dtype([("offset", "<u8"), ("length", "<u4"), ("whole_length", "<u4"), ("whole_sum", "<f8")])
-ENTRY_BYTES = ENTRY.itemsize
+ENTRY_BYTES = 24  # of a row in the table of its block (row_blocks.py)
 ALIGNED = 8  # rows and blocks begin at multiples of it
 RAW = 0xFFFF  # exceptions
-_HEAD_BYTES, _EXCEPTION_BYTES = 4, 4
+HEAD_BYTES, _EXCEPTION_BYTES = 4, 4
 _BYTES = 0x8000  # set where values have whole bytes
 _LARGE = 1 << 30  # a larger gene or value is raw
 _COUNT_BYTES = 0.6  # of a coded count, about: 0.5 up to 15, as most are, 4.5 or 1 above
@@ -49,7 +46,7 @@ def views_of(content: NDArray[np.uint8], genes: np.dtype[Any], values: np.dtype[
 
 def most_bytes(n_rows: Any, n_values: Any, itemsizes: int) -> Any:
     """An upper bound of the bytes of a block. `itemsizes` are the bytes of a gene and a value. A multiple of 64."""
-    return -(-(n_rows * (ENTRY_BYTES + _HEAD_BYTES + 3 * ALIGNED) + n_values * itemsizes + ALIGNED) // 64) * 64
+    return -(-(n_rows * (ENTRY_BYTES + HEAD_BYTES + 3 * ALIGNED) + n_values * itemsizes + ALIGNED) // 64) * 64
 
 
 def likely_bytes(
@@ -63,7 +60,7 @@ def likely_bytes(
     long_steps = (1 - n_values / max(1, n_rows * n_genes)) ** 255
     gene_bytes = min(genes.itemsize, 1 + _EXCEPTION_BYTES * long_steps)
     value_bytes = values.itemsize if values.kind == "f" else _COUNT_BYTES
-    per_row = ENTRY_BYTES + _HEAD_BYTES + ALIGNED
+    per_row = ENTRY_BYTES + HEAD_BYTES + ALIGNED
     return round(n_rows * per_row + n_values * (gene_bytes + value_bytes)), values.kind == "f"
 
 
@@ -162,48 +159,45 @@ def _put_exceptions(rests: NDArray[np.int32], bits: int, out: NDArray[np.uint8])
 
 
 @compiled
-def code_rows(
-    genes: NDArray[Any], values: NDArray[Any], starts: tuple[Rows, Rows], lengths: Rows, table: NDArray[Any], out: Views
-) -> int:
-    """Codes rows as a block at the beginning of `out`, with a copy of their entries in `table`. Returns its bytes."""
+def code_blocks(
+    genes: NDArray[Any],
+    values: NDArray[Any],
+    starts: tuple[Rows, Rows],
+    lengths: Rows,
+    entries: NDArray[np.uint64],
+    block_rows: int,
+    out: Views,
+    words: NDArray[np.uint64],
+    ends: Rows,
+) -> None:
+    """Codes rows in blocks, one after another in `out`, and notes the byte after each block.
+
+    `entries` has the three words of each row's entry, of which this fills in the first and half of the second. `words`
+    is the memory of `out`.
+    """
     content, typed_genes, typed_values = out
-    to = _aligned(len(lengths) * ENTRY_BYTES, ALIGNED)
-    for row in range(len(lengths)):
-        n, head = lengths[row], to
-        of_genes = genes[starts[0][row] : starts[0][row] + n]
-        of_values = values[starts[1][row] : starts[1][row] + n]
-        table[row].offset, table[row].length = head, n
-        exceptions, to = _put(of_genes, True, content, typed_genes, head + _HEAD_BYTES)
-        _put_word(content, head, exceptions)
-        exceptions, to = _put(of_values, False, content, typed_values, to)
-        _put_word(content, head + 2, exceptions)
-        to = _padded(content, to, ALIGNED)
-    return to
+    n_words, to = ENTRY_BYTES // 8, 0
+    for block in range(len(ends)):
+        first, begin = block * block_rows, to
+        stop = min(first + block_rows, len(lengths))
+        to += block_rows * ENTRY_BYTES
+        for row in range(first, stop):
+            n, head = lengths[row], to
+            of_genes = genes[starts[0][row] : starts[0][row] + n]
+            of_values = values[starts[1][row] : starts[1][row] + n]
+            entries[row, 0] = head - begin
+            entries[row, 1] |= n
+            exceptions, to = _put(of_genes, True, content, typed_genes, head + HEAD_BYTES)
+            _put_word(content, head, exceptions)
+            exceptions, to = _put(of_values, False, content, typed_values, to)
+            _put_word(content, head + 2, exceptions)
+            to = _padded(content, to, ALIGNED)
+            for k in range(n_words):
+                words[begin // 8 + (row - first) * n_words + k] = entries[row, k]
+        ends[block] = to
 
 
 # ---- decoding
-
-
-@compiled
-def row_bytes(rows: Views, heads: Rows, lengths: Rows) -> Rows:
-    """The bytes of each row at byte `heads[i]`, a multiple of ALIGNED."""
-    content, typed_genes, typed_values = rows
-    found = np.empty(len(heads), np.int64)
-    for row in range(len(heads)):
-        n, at = lengths[row], heads[row] + _HEAD_BYTES
-        exceptions = _word_at(content, heads[row])
-        if exceptions == RAW:
-            at = _aligned(at, typed_genes.itemsize) + n * typed_genes.itemsize
-        else:
-            at += n + _EXCEPTION_BYTES * exceptions
-        exceptions = _word_at(content, heads[row] + 2)
-        if exceptions == RAW:
-            at = _aligned(at, typed_values.itemsize) + n * typed_values.itemsize
-        else:
-            low = n if exceptions & _BYTES else (n + 1) // 2
-            at += low + _EXCEPTION_BYTES * (exceptions & (_BYTES - 1))
-        found[row] = _aligned(at, ALIGNED) - heads[row]
-    return found
 
 
 @compiled
@@ -219,7 +213,7 @@ def _take_raw(typed: NDArray[Any], at: int, given: NDArray[Any]) -> int:
 def take_genes(rows: Views, head: int, given: NDArray[Any]) -> int:
     """Decodes the genes of the row at byte `head`. Returns the byte after them."""
     content, typed, _ = rows
-    exceptions, n, at = _word_at(content, head), len(given), head + _HEAD_BYTES
+    exceptions, n, at = _word_at(content, head), len(given), head + HEAD_BYTES
     if exceptions == RAW:
         return _take_raw(typed, at, given)
     steps, gene, begin = content[at : at + n], np.int64(0), 0

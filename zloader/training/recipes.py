@@ -195,13 +195,12 @@ class LoaderRecipes:
         """The parts beside x, for all rows of the whole dataset."""
         whole = self.dataset.whole
         arrays = whole.observations.arrays
-        obs = whole.observations.paged_columns(self.obs, self.options)
         obsm = arrays.all_paged(self.obsm, self.options)
         modalities = [*map(modality_of, self.loaded), *map(arrays.modality_of, self.obsm)]
         return RowColumns(
-            obs=lambda: {name: obs[name].prepared() if name in obs else whole.obs_column(name) for name in self.obs},
+            obs=lambda: {name: whole.obs_column(name) for name in self.obs},
             obsm=lambda: {name: obsm[name] if name in obsm else whole.obsm_array(name) for name in self.obsm},
-            paged=[*obs.values(), *obsm.values()],
+            paged=list(obsm.values()),
             present=self.dataset.matrices.present(modalities),
             told=self._told,
         )

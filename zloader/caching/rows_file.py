@@ -1,0 +1,498 @@
+"""The mirror of one matrix: a file of blocks of rows, raw or coded, and an index that says which blocks are there.
+
+    NAME.rows    blocks of rows (storage/row_blocks.py), in the order in which they were written
+    NAME.index   ten 64-bit words that describe the rows, and then two words for each block
+
+The first word of a block is its first byte in NAME.rows. The second is 0 while the block is absent, a lease (leases.py)
+while some process is reading it from the store, and else its size and its crc32c. It is stored after the bytes of the
+block and the first word, in one aligned write. So a process killed at any moment leaves each block complete or absent.
+
+A process compares a block with its checksum when it first uses it, unless the files have not changed since all blocks
+were verified (directory.py). After power loss, truncation or a flipped byte, the block is a miss, and is read from the
+store and written again. Any number of processes fill and read a file at once: each appends to room of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.caching.atomic_files import cached_path, draft_path, qualified_name
+from zloader.caching.directory import MirrorDirectory
+from zloader.caching.leases import LEASED, Leases, open_lock
+from zloader.common import page_cache
+from zloader.common.descriptors import close_with
+from zloader.common.locks import forkable_lock
+from zloader.common.records import Rows
+from zloader.storage.coded_rows import ENTRY_BYTES
+from zloader.storage.decode import checksum
+from zloader.storage.layout import ArrayLayout, distinct
+from zloader.storage.row_blocks import KeptRows, RowForm, places_of
+
+log = logging.getLogger("zloader")
+
+_MAGIC = int.from_bytes(b"zrows-1\0", "little")
+_HEADER = 10  # words
+_ALIGNED = 64  # blocks that are written together begin at a multiple of it
+_UNIT = 8  # bytes, in which the size of a block is stored
+_WINDOW = 1 << 17  # blocks looked at at a time
+_MANY_BLOCKS = 1 << 20  # their words take 16 MiB
+# Longer writes get huge pages, which a virtual machine may have to ask its host for: three times the processor time.
+_WRITE_BYTES = 1 << 20
+_LARGE_FILE, _MOST_MAPPED = 8 << 30, 256 << 20
+_ROWS_OF_WHOLE = 8  # rows of a block, on average, for which all of it is prefetched
+
+
+class RowsFile:
+    """The rows of one matrix in the mirror, as `form` describes them. A chunk of its `layout` is a block of rows.
+
+    Rows of the same matrix that were kept in the other form stay in that, and the next ones join them. Raises OSError
+    if the files cannot be created or opened.
+    """
+
+    def __init__(self, directory: MirrorDirectory, form: RowForm) -> None:
+        self._directory = directory
+        self._path, self._index_path = (cached_path(directory.path, form.name, suffix) for suffix in ("rows", "index"))
+        self.layout = ArrayLayout.plain(
+            form.name, "uint8", n_elements=form.n_rows, chunk_elements=form.block_rows, chunks_per_shard=1 << 30
+        )
+        words, self.form = _map_index(directory, self._index_path, self._path, form)
+        self._offsets, self._words = words[0::2], words[1::2]
+        self._file = open_file(self._path)
+        close_with(self, self._file)
+        self._content, self._mapped_bytes = np.empty(0, np.uint8), 0
+        self._lock = forkable_lock()  # threads that wait for the file system would do so busily
+        verified = directory.verified.contains(self._path, self._index_path)
+        # Blocks that this process has verified or written, or that were recorded as verified.
+        self._verified = BlockSet(self.layout.n_chunks)
+        if verified:
+            for first, present in self._present_windows():
+                self._verified.assign(first, present)
+        self._unrecorded = not verified
+        self.writable = self._words.flags.writeable
+
+    # ---- what is there
+
+    def blocks(self, rows: Rows) -> Rows:
+        """The blocks of some rows, ascending."""
+        return distinct(rows // self.form.block_rows)
+
+    def _present(self, blocks: Rows | slice) -> NDArray[np.bool_]:
+        return is_present(self._words[blocks])
+
+    def _present_windows(self) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+        """Which blocks are present, in windows, each with its first block. There may be 60 million.
+
+        Windows without any are left out. So an almost empty mirror takes hardly any memory here.
+        """
+        for first in range(0, self.layout.n_chunks, _WINDOW):
+            present = self._present(slice(first, first + _WINDOW))
+            if present.any():
+                yield first, present
+            page_cache.release(self._words)
+
+    def contains(self, blocks: Rows) -> bool:
+        """Whether all blocks are present and verified already. Does not read their bytes."""
+        # Another process may have discarded a block.
+        return bool((self._verified.contains(blocks) & self._present(blocks)).all())
+
+    def absent(self, blocks: Rows) -> Rows:
+        """The blocks that are absent. Verifies nothing."""
+        return np.asarray(blocks[~self._present(blocks)])
+
+    def n_held(self, blocks: Rows) -> int:
+        """How many of some blocks are present. Verifies nothing."""
+        return int(np.count_nonzero(self._present(blocks)))
+
+    def has_unverified(self, blocks: Rows) -> bool:
+        """Whether any block is present but not verified yet, so that `missing` would read its bytes."""
+        return bool((self._present(blocks) & ~self._verified.contains(blocks)).any())
+
+    def missing(self, blocks: Rows) -> Rows:
+        """The blocks that are absent or damaged, in the order given; verifies checksums on first use."""
+        missing = ~self._present(blocks)
+        unverified = np.flatnonzero(~missing & ~self._verified.contains(blocks))
+        if len(unverified):
+            words = self._words[blocks[unverified]]
+            starts, stops = self._bounds(blocks[unverified])
+            content = self._mapped(stops, int((stops - starts).sum()))
+            checked = zip(unverified.tolist(), words.tolist(), starts.tolist(), stops.tolist(), strict=True)
+            for position, word, start, stop in checked:
+                block = int(blocks[position])
+                if word == word_of(content[start:stop]):
+                    self._verified.add(block)
+                elif self._words[block] == word:  # no other process has replaced it meanwhile
+                    log.warning("a block in %s differs from its checksum; reading it from the store", self._path)
+                    missing[position] = True
+                    self.discard(blocks[position : position + 1])
+                else:
+                    missing[position] = True
+        if self.layout.n_chunks > _MANY_BLOCKS:  # a fetch uses words all over the file
+            page_cache.release(self._words)
+        return np.asarray(blocks[missing])
+
+    def discard(self, blocks: Rows) -> None:
+        """Marks blocks as absent, for every process."""
+        self._verified.remove(blocks)
+        if self.writable:
+            self._words[blocks] = 0
+
+    def record_verified(self) -> None:
+        """Records the files as verified, if this process has verified or written every present block."""
+        if self._unrecorded and all(self._verified.covers(*window) for window in self._present_windows()):
+            self._directory.verified.record([self._path, self._index_path])
+            self._unrecorded = False
+
+    @property
+    def n_present(self) -> int:
+        """The number of present blocks."""
+        return sum(int(np.count_nonzero(present)) for _, present in self._present_windows())
+
+    @property
+    def present_bytes(self) -> int:
+        """Bytes of the present blocks."""
+        windows = self._present_windows()
+        return sum(int(sizes_in(self._words[first : first + len(held)][held]).sum()) for first, held in windows)
+
+    def bytes_of(self, blocks: Rows) -> int:
+        """Bytes of some present blocks."""
+        return int(sizes_in(self._words[blocks]).sum())
+
+    @property
+    def bytes_in_all(self) -> int:
+        """Bytes of all blocks, estimated from those that are present; without any, from their rows."""
+        held = self.n_present
+        return self.present_bytes * self.layout.n_chunks // held if held else self.form.decoded_bytes
+
+    # ---- rows
+
+    def _bounds(self, blocks: Rows) -> tuple[Rows, Rows]:
+        """The first byte of each present block, and the byte after its last."""
+        starts = self._offsets[blocks].astype(np.int64)
+        return starts, starts + sizes_in(self._words[blocks])
+
+    def _mapped(self, stops: Rows, n_bytes: int) -> NDArray[np.uint8]:
+        """The content of the file, of which so many bytes will be read, up to the largest of `stops`.
+
+        Pages that have been read stay mapped, and each 2 MiB of the file that they lie in take 4 KiB for page tables,
+        which are only given back with the map: 12 GB for a file of 6 TB. So a large file is mapped anew when they have
+        become many. Arrays made before keep the old map.
+        """
+        content = self._content
+        self._mapped_bytes += n_bytes
+        many = self._mapped_bytes > _MOST_MAPPED and len(content) > _LARGE_FILE
+        if many or (len(stops) and int(stops.max()) > len(content)):
+            size = os.fstat(self._file).st_size // _UNIT * _UNIT
+            memory = map_file(self._file, size, mmap.ACCESS_READ, mmap.MADV_RANDOM)
+            content, self._mapped_bytes = np.frombuffer(memory, np.uint8), 0
+            self._content = content
+        return content
+
+    def rows(self, rows: Rows) -> KeptRows:
+        """Some rows of present blocks."""
+        blocks, within = np.divmod(rows, self.form.block_rows)
+        starts, stops = self._bounds(blocks)
+        content = self._mapped(stops, 0)
+        self._prefetch(starts, stops, within)
+        found = places_of(self.form, content, starts, within)
+        self._mapped(stops, int(found.lengths.sum()) * 2)
+        return found
+
+    def _prefetch(self, starts: Rows, stops: Rows, within: Rows) -> None:
+        """Makes the kernel load what will be read: whole blocks, or their tables and about where single rows are."""
+        few = np.flatnonzero(np.diff(starts, prepend=-1))  # the first row of each block
+        if len(few) * _ROWS_OF_WHOLE < len(starts):
+            page_cache.prefetch(self._file, starts[few], stops[few])
+            return
+        tables = 0 if self.form.genes is None else ENTRY_BYTES * self.form.block_rows
+        mean = (stops - starts - tables) // self.form.block_rows
+        rows = starts + tables + within * mean
+        begins, ends = np.concatenate([starts[few], rows]), np.concatenate([starts[few] + tables, rows + mean])
+        page_cache.prefetch(self._file, begins, ends)
+
+    # ---- filling
+
+    @property
+    def limited(self) -> bool:
+        """Whether the cache has limits, so that writing allocates disk space."""
+        return self._directory.space.limited
+
+    def acquire(self, blocks: Rows, leases: Leases) -> tuple[Rows, Rows]:
+        """Leases absent blocks (given in ascending order); returns those leased now, and those leased already.
+
+        Both are empty once the mirror accepts no more blocks.
+        """
+        with leases.exclusive():
+            words = self._words[blocks]
+            absent = ~is_present(words)
+            alive = absent & leases.alive(np.where(absent, words, np.uint64(0)))
+            mine = blocks[absent & ~alive] if self.writable else blocks[:0]
+            self._words[mine] = leases.word
+        return mine, np.asarray(blocks[alive])
+
+    def release(self, blocks: Rows, leases: Leases) -> None:
+        """Releases the owner's leases on blocks. Blocks that have been written meanwhile stay present."""
+        if leases.word:
+            self._words[blocks[self._words[blocks] == leases.word]] = 0
+
+    def put(self, blocks: Rows, ends: Rows, content: NDArray[np.uint8]) -> None:
+        """Writes blocks that lie one after another in some memory, each up to its end, a multiple of 8.
+
+        Those that do not fit on disk or into the limits of the cache are left out, and from then on all are.
+        """
+        starts = np.append(0, ends[:-1])[: len(ends)]
+        with self._lock:
+            n, offset = self._reserve(np.diff(ends, prepend=0)) if self.writable else (0, 0)
+            if not n or not self._write(offset, content[: ends[n - 1]]):
+                return
+        pieces = zip(starts[:n].tolist(), ends[:n].tolist(), strict=True)
+        words = np.array([word_of(content[start:end]) for start, end in pieces], np.uint64)
+        self._offsets[blocks[:n]] = (offset + starts[:n]).astype(np.uint64)
+        self._words[blocks[:n]] = words
+        for block in blocks[:n].tolist():
+            self._verified.add(block)
+
+    def _reserve(self, sizes: Rows) -> tuple[int, int]:
+        """Appends room for blocks to the file, and for no other process: how many of them fit, and where it begins."""
+        file = -1
+        try:
+            file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)  # a lock of its own, even in a fork
+            fcntl.flock(file, fcntl.LOCK_EX)
+            found, mine = os.fstat(file), os.fstat(self._file)
+            if found.st_ino != mine.st_ino:
+                raise OSError("it was replaced")
+            begin = -(-found.st_size // _ALIGNED) * _ALIGNED
+            offsets = begin + np.append(0, np.cumsum(sizes))
+            done = self._directory.space.allocate(file, list(zip(offsets[:-1].tolist(), sizes.tolist(), strict=True)))
+            if os.fstat(file).st_size < offsets[done]:
+                os.ftruncate(file, int(offsets[done]))
+        except OSError as error:
+            self._stop_writing(error)
+            return 0, 0
+        finally:
+            if file >= 0:
+                os.close(file)
+        if done < len(sizes):
+            self.writable = False
+            log.info("the mirror %s has reached the limits of its cache; the rest is read from the store", self._path)
+        return done, begin
+
+    def _write(self, offset: int, content: NDArray[Any]) -> bool:
+        """Writes bytes to the file; returns whether that succeeded. After a failure (full disk), nothing is written."""
+        left = content.data
+        try:
+            while left:
+                written = os.pwrite(self._file, left[:_WRITE_BYTES], offset)
+                left, offset = left[written:], offset + written
+        except OSError as error:
+            self._stop_writing(error)
+            return False
+        self._unrecorded = True
+        return True
+
+    def _stop_writing(self, error: OSError) -> None:
+        if self.writable:
+            self.writable = False
+            log.warning("cannot write the mirror %s (%s); reading continues without filling it", self._path, error)
+
+
+class BlockSet:
+    """Some of a file's blocks, at one bit per block. Thread-safe."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self._bits = np.zeros(-(-n_blocks // 8), np.uint8)  # takes no memory until a block is added
+        self._bytes = self._bits.data  # ten times as fast as NumPy for a single block
+        self._lock = forkable_lock()  # threads may change bits of the same byte
+
+    def contains(self, blocks: Rows) -> NDArray[np.bool_]:
+        """Whether each of some blocks is in the set."""
+        return np.asarray((self._bits[blocks >> 3] >> (blocks & 7).astype(np.uint8)) & 1, bool)
+
+    def add(self, block: int) -> None:
+        """Adds a block."""
+        with self._lock:
+            self._bytes[block >> 3] |= 1 << (block & 7)
+
+    def remove(self, blocks: Rows) -> None:
+        """Removes some blocks."""
+        with self._lock:
+            for block in blocks.tolist():
+                self._bytes[block >> 3] &= 0xFF ^ (1 << (block & 7))
+
+    def assign(self, first: int, chosen: NDArray[np.bool_]) -> None:
+        """Sets which blocks from `first`, a multiple of 8, are in the set."""
+        bits = np.packbits(chosen, bitorder="little")
+        with self._lock:
+            self._bits[first // 8 : first // 8 + len(bits)] = bits
+
+    def covers(self, first: int, chosen: NDArray[np.bool_]) -> bool:
+        """Whether all chosen blocks from `first`, a multiple of 8, are in the set."""
+        bits = np.packbits(chosen, bitorder="little")
+        return not (bits & ~self._bits[first // 8 : first // 8 + len(bits)]).any()
+
+
+# ---- words
+
+
+def word_of(content: NDArray[np.uint8]) -> int:
+    """The word of a present block with this content."""
+    return (len(content) // _UNIT) << 32 | checksum(content)
+
+
+def is_present(words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which words are of present blocks, as opposed to absent ones and leases."""
+    return np.asarray((words != 0) & (words < LEASED))
+
+
+def sizes_in(words: NDArray[np.uint64]) -> Rows:
+    """The bytes of present blocks."""
+    return (words >> np.uint64(32)).astype(np.int64) * _UNIT
+
+
+def open_file(path: Path) -> int:
+    """Opens a file for reading and writing, and creates it if needed; read-only if it cannot be opened for writing."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+    except OSError:
+        if not path.is_file():
+            raise
+        return os.open(path, os.O_RDONLY | flags)
+
+
+def map_file(file: int, n_bytes: int, access: int, advice: int = mmap.MADV_NORMAL) -> mmap.mmap | bytes:
+    """Memory-maps a file. An empty file, which cannot be mapped, gives b""."""
+    if not n_bytes:
+        return b""
+    memory = mmap.mmap(file, n_bytes, access=access)
+    memory.madvise(advice)
+    return memory
+
+
+# ---- the index
+
+
+def _header(path: Path, form: RowForm) -> NDArray[np.uint64]:
+    """What describes the rows, a hash of the qualified name, and a checksum of these."""
+    kinds = [int.from_bytes(b"" if dtype is None else dtype.str.encode(), "little") for dtype in form.dtypes]
+    words = np.array([_MAGIC, form.n_rows, form.block_rows, *kinds, form.width, form.coded, 0, 0, 0], "<u8")
+    words[7:9] = np.frombuffer(hashlib.sha256(qualified_name(path)).digest(), "<u8", 2)
+    words[-1] = checksum(words[:-1])
+    return words
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsIndex:
+    """An index file that is read in windows: the words of 60 million blocks take 1 GB."""
+
+    n_blocks: int
+    file: int
+
+    @classmethod
+    def read(cls, path: Path, file: int) -> RowsIndex:
+        """Raises ValueError with the reason if the file is not valid."""
+        content = os.pread(file, 8 * _HEADER, 0)
+        header = np.frombuffer(content[: len(content) // 8 * 8], "<u8")
+        if not len(header) or header[0] != _MAGIC:
+            raise ValueError("is from another version of zloader")
+        if len(header) < _HEADER or header[-1] != checksum(header[:-1]):
+            raise ValueError("differs from its checksum")
+        if (header[7:9] != np.frombuffer(hashlib.sha256(qualified_name(path)).digest(), "<u8", 2)).any():
+            raise ValueError("belongs to another matrix or mirror")
+        n_blocks = -(-int(header[1]) // int(header[2]))
+        size, found = 8 * (_HEADER + 2 * n_blocks), os.fstat(file).st_size
+        if found != size:
+            raise ValueError(f"has {found} bytes instead of {size}")
+        return cls(n_blocks=n_blocks, file=file)
+
+    def windows(self) -> Iterator[tuple[int, Rows, NDArray[np.uint64]]]:
+        """All blocks in windows: the first block, the first byte of each, and its word."""
+        for first in range(0, self.n_blocks, _WINDOW):
+            n = min(_WINDOW, self.n_blocks - first)
+            content = os.pread(self.file, 16 * n, 8 * (_HEADER + 2 * first))
+            if len(content) < 16 * n:
+                raise OSError("a file of the mirror was truncated while it was read")
+            offsets, words = np.frombuffer(content, "<u8").reshape(n, 2).T
+            yield first, offsets.astype(np.int64), words
+
+    def mark_absent(self, block: int, word: int) -> None:
+        """Sets the word of a block to 0, unless another process has changed it since it was `word`."""
+        at = 8 * (_HEADER + 2 * block + 1)
+        if int.from_bytes(os.pread(self.file, 8, at), "little") == word:
+            os.pwrite(self.file, bytes(8), at)
+
+
+def _map_index(
+    directory: MirrorDirectory, path: Path, rows_path: Path, form: RowForm
+) -> tuple[NDArray[np.uint64], RowForm]:
+    """The words of all blocks, in memory shared with every process that maps them, and the form that the rows have.
+
+    An index that is damaged or of other rows is replaced.
+    """
+    size = 8 * (_HEADER + 2 * -(-form.n_rows // form.block_rows))
+    if (found := _form_in(path, size, form)) is None:
+        with _locked(directory.path):
+            if (found := _form_in(path, size, form)) is None:  # no other process has written it meanwhile
+                found = form
+                _write_index(directory, path, rows_path, _header(path, form), size)
+    file = open_file(path)
+    try:
+        access = mmap.ACCESS_WRITE if os.access(path, os.W_OK) else mmap.ACCESS_READ
+        words = np.frombuffer(map_file(file, size, access), "<u8")
+    finally:
+        os.close(file)
+    return words[_HEADER:], found
+
+
+def _form_in(path: Path, size: int, form: RowForm) -> RowForm | None:
+    """The form that an index says its rows have: `form`, raw or coded. None if it is missing or not of such rows."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(8 * _HEADER) if os.fstat(file.fileno()).st_size == size else b""
+    except FileNotFoundError:
+        return None
+    return next((each for each in form.raw_and_coded if _header(path, each).tobytes() == content), None)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Locks out other processes, so that no process maps a file that another one is about to replace."""
+    file = open_lock(directory)
+    try:
+        with contextlib.suppress(OSError):  # this file system has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _write_index(
+    directory: MirrorDirectory, path: Path, rows_path: Path, header: NDArray[np.uint64], size: int
+) -> None:
+    """Writes an index in which all blocks are absent, in place of an invalid one and of its rows."""
+    if path.exists():
+        log.warning("%s is damaged or of another array: discarding all its blocks", path)
+    with draft_path(path) as draft:
+        with draft.open("wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            if not directory.space.allocate(file.fileno(), [(0, size)]):
+                raise OSError(f"{path} does not fit into the cache")
+            file.write(header.tobytes())
+            # A store to a hole on a full disk raises SIGBUS, so all blocks are allocated.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.write(bytes(size - header.nbytes))
+        rows_path.unlink(missing_ok=True)  # whoever has it open goes on with it
+        draft.replace(path)

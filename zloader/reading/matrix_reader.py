@@ -1,0 +1,408 @@
+"""Loads rows of one matrix: from the mirror, which is filled with the blocks that it lacks, or from the store.
+
+A block of rows that the mirror lacks is read once, together with its neighbours: one call in a thread decodes the
+chunks of its rows, puts the genes that are trained on into the order of x, packs the rows and writes them. If an
+earlier fetch or another process is reading a block already, it is waited for. Rows that the mirror does not take, as on
+a full disk, are decoded into the buffer of their fetch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.caching.leases import Leases
+from zloader.caching.rows_file import RowsFile
+from zloader.common.concurrent_calls import aside
+from zloader.common.locks import cached_property
+from zloader.common.records import Rows, Span
+from zloader.reading.gather import SourceRows, as_bits, totals_of
+from zloader.reading.loops import copy_rows
+from zloader.reading.read_plan import FillPlanner
+from zloader.reading.reader import ArrayReader, ChunkReads, Corrupt, Needed, Stored
+from zloader.reading.resources import Resources
+from zloader.selecting.genes import ChosenGenes
+from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, code_blocks, views_of
+from zloader.storage.layout import MatrixLayout, RowOffsets, expand
+from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm
+
+# Decoded bytes that a thread holds on their way to the mirror. Memory that is used again costs no page faults. Rows of
+# this size cost 0.2 ms of interpreter time, so smaller ones slow the threads down.
+_STRETCH_BYTES = 8 << 20
+# How often a fetch checks whether the blocks that it waits for have arrived. It has to poll: other processes share only
+# the mirror's files with this one, so they cannot notify it.
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeededRows:
+    """Some rows of a matrix that a fetch needs, at positions `at` of it, and the elements `[start, stop)` of each.
+
+    `through` are those that are read into the buffer of the fetch, as far as is known now.
+    """
+
+    reader: MatrixReader
+    at: Rows | slice
+    rows: Rows
+    starts: Rows
+    stops: Rows
+    through: Sequence[Needed] = field(default=())
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer that loading needs."""
+        return sum(needed.n_bytes for needed in self.through)
+
+    @cached_property
+    def ahead_bytes(self) -> int:
+        """The memory that the rows take until they are gathered, about, in the buffer or in the page cache."""
+        return self.buffer_bytes or int((self.stops - self.starts).sum()) * self.reader.kept_bytes
+
+    @property
+    def chooses_later(self) -> bool:
+        """Whether the genes of x are chosen when minibatches are gathered, for some rows at least."""
+        return bool(self.through) or not self.reader.keeps_columns
+
+    async def load(self, buffer: NDArray[np.uint8], *, turn: int) -> Sequence[SourceRows]:
+        """Loads the rows, as `reader` does."""
+        return await self.reader.load(self, buffer, turn=turn)
+
+
+class MatrixReader:
+    """Loads rows of one matrix, of which x has the genes in `chosen`, or all.
+
+    The mirror keeps these genes of CSR rows, and all of dense rows. `whole` is a mirror with all genes, if there is
+    one. It is not filled any more. `leases` are the epoch's leases on blocks.
+    """
+
+    def __init__(
+        self,
+        matrix: MatrixLayout,
+        indptr: NDArray[np.integer] | RowOffsets | None,
+        mirror: RowsFile | None,
+        whole: RowsFile | None,
+        chosen: ChosenGenes | None,
+        leases: Leases | None,
+        resources: Resources,
+    ) -> None:
+        self.mirror, self._whole, self._chosen, self._leases = mirror, whole, chosen, leases
+        self._matrix, self._indptr, self._resources = matrix, indptr, resources
+        self._arrays = [ArrayReader(array, resources) for array in matrix.arrays]
+        itemsizes = sum(array.dtype.itemsize for array in matrix.arrays)
+        self.kept_bytes = 2 if mirror is not None and (mirror.form.coded or self._keeps_chosen) else itemsizes
+        if mirror is not None:
+            self._planner = FillPlanner.of(
+                matrix, mirror.layout, mirror.form.block_bytes, resources.options, resources.object_sizes,
+                sweeping=resources.sweeping,
+            )  # fmt: skip
+
+    @property
+    def _keeps_chosen(self) -> bool:
+        return self._chosen is not None and self._matrix.genes is not None
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether the mirror keeps rows whose genes are columns of x."""
+        return self.mirror is not None and self._matrix.genes is not None
+
+    def needed(self, at: Rows | slice, rows: Rows, starts: Rows, stops: Rows) -> NeededRows:
+        """Some rows, to be loaded."""
+        needed, mirror = NeededRows(reader=self, at=at, rows=rows, starts=starts, stops=stops), self.mirror
+        if mirror is None:
+            return replace(needed, through=self._through(starts, stops))
+        if mirror.writable:
+            return needed
+        absent = self._absent(mirror, rows, mirror.absent(mirror.blocks(rows)))
+        return replace(needed, through=self._through(starts[absent], stops[absent])) if absent.any() else needed
+
+    def _through(self, starts: Rows, stops: Rows) -> list[Needed]:
+        return [array.needed(starts, stops) for array in self._arrays]
+
+    @staticmethod
+    def _absent(mirror: RowsFile, rows: Rows, missing: Rows) -> NDArray[np.bool_]:
+        return np.isin(rows // mirror.form.block_rows, missing)
+
+    async def load(self, needed: NeededRows, buffer: NDArray[np.uint8], *, turn: int) -> Sequence[SourceRows]:
+        """The needed rows, from one or two sources. Reads with a smaller `turn` go first."""
+        mirror, rows = self.mirror, needed.rows
+        if mirror is None:
+            return [await self._read_through(needed, slice(None), needed.through, buffer, turn)]
+        blocks = mirror.blocks(rows)
+        filled = await self.fill_mirror(blocks, turn) if mirror.writable else blocks[:0]
+        missing = await self._missing(mirror, blocks)
+        kept = blocks[~np.isin(blocks, np.concatenate([filled, missing]))]
+        self._resources.counters.chunks_from_mirror += len(kept)
+        self._resources.counters.bytes_from_mirror += mirror.bytes_of(kept)
+        absent = self._absent(mirror, rows, missing)
+        sources = []
+        if not absent.all() or not len(rows):
+            found, _ = await self._resources.run(mirror.rows, rows[~absent])
+            at = _some(needed.at, ~absent) if absent.any() else needed.at
+            sources.append(self._of_kept(found, at))
+        if absent.any():
+            through = self._through(needed.starts[absent], needed.stops[absent])
+            sources.append(await self._read_through(needed, absent, through, buffer, turn))
+        return sources
+
+    def _of_kept(self, kept: KeptRows, at: Rows | slice) -> SourceRows:
+        form = kept.form
+        if form.genes is None:
+            values = kept.content[: len(kept.content) // form.values.itemsize * form.values.itemsize].view(form.values)
+            return SourceRows(
+                at=at, genes=None, values=values, starts=kept.elements(), lengths=kept.lengths, chosen=self._chosen
+            )
+        _, genes, values = kept.views
+        coded = kept.views if form.coded else None
+        starts = (kept.starts, kept.starts) if form.coded else kept.elements()
+        return SourceRows(
+            at=at, genes=genes, values=values, starts=starts, lengths=kept.lengths, coded=coded, totals=kept.totals
+        )
+
+    async def _read_through(
+        self,
+        needed: NeededRows,
+        which: NDArray[np.bool_] | slice,
+        through: Sequence[Needed],
+        buffer: NDArray[np.uint8],
+        turn: int,
+    ) -> SourceRows:
+        """Rows that are decoded into the buffer, or into memory of their own if it is too small."""
+        if sum(each.n_bytes for each in through) > len(buffer):  # the mirror's disk has filled up meanwhile
+            buffer = np.empty(sum(each.n_bytes for each in through), np.uint8)
+        used, loads = 0, []
+        async with asyncio.TaskGroup() as group:
+            for array, of_array in zip(self._arrays, through, strict=True):
+                slot = buffer[used : used + of_array.n_bytes]
+                used += of_array.n_bytes
+                loads.append(group.create_task(array.load(of_array, slot, turn=turn)))
+        *genes, values = (load.result() for load in loads)
+        lengths, totals = (needed.stops - needed.starts)[which], None
+        if self.mirror is not None and self._keeps_chosen:  # as of rows that are in the mirror
+            totals, _ = await self._resources.run(totals_of, values.source, values.starts, lengths)
+        at = needed.at if isinstance(which, slice) else _some(needed.at, which)
+        return SourceRows(
+            at=at,
+            genes=genes[0].source if genes else None,
+            values=values.source,
+            starts=(genes[0].starts if genes else values.starts, values.starts),
+            lengths=lengths,
+            chosen=self._chosen,
+            totals=totals,
+        )
+
+    # ---- filling
+
+    async def _missing(self, mirror: RowsFile, blocks: Rows) -> Rows:
+        """The blocks that a mirror lacks; checksums that have to be compared are compared in a thread."""
+        if not mirror.has_unverified(blocks):
+            return mirror.missing(blocks)
+        missing, _ = await self._resources.run(mirror.missing, blocks)
+        return np.asarray(missing)
+
+    async def fill_mirror(self, blocks: Rows, turn: int) -> Rows:
+        """Reads the blocks that the mirror lacks into it, with those beside them that are missing, too.
+
+        Waits for those that others are reading. Returns the blocks that were read here.
+        """
+        mirror, leases = self.mirror, self._leases
+        assert mirror is not None
+        assert leases is not None
+        if mirror.contains(blocks):
+            return blocks[:0]
+        left = await self._missing(mirror, self._planner.to_fill(blocks, first_fetch=not turn))
+        filled, waited_s = [blocks[:0]], 0.0
+        while len(left):
+            if waited_s > self._resources.options.deadline_s:
+                mine, others = left, left[:0]
+            else:
+                mine, others = mirror.acquire(left, leases)
+            filled.append(mine)
+            try:
+                await self._fill(mirror, mine, turn)
+            finally:
+                mirror.release(mine, leases)
+            left = await self._missing(mirror, others[np.isin(others, blocks)])
+            if len(left):
+                await asyncio.sleep(_POLL_S)
+                waited_s += _POLL_S
+        return np.concatenate(filled)
+
+    async def _fill(self, mirror: RowsFile, blocks: Rows, turn: int) -> None:
+        async with asyncio.TaskGroup() as group:
+            for some in self._planner.batches(blocks):
+                if not mirror.writable:
+                    return
+                if self._whole is not None and not len(
+                    await self._missing(self._whole, self._whole.blocks(self._rows_of(mirror, some)))
+                ):
+                    group.create_task(self._fill_from_whole(mirror, self._whole, some))
+                    continue
+                batch = await self._batch(mirror, some, turn)
+                await self._resources.in_flight.acquire(batch.n_bytes, turn)
+                group.create_task(self._fill_batch(mirror, batch, turn))
+
+    def _rows_of(self, mirror: RowsFile, blocks: Rows) -> Rows:
+        firsts = blocks * mirror.form.block_rows
+        return expand(firsts, np.minimum(firsts + mirror.form.block_rows, self._matrix.n_rows) - firsts)
+
+    async def _batch(self, mirror: RowsFile, blocks: Rows, turn: int) -> _Batch:
+        """The reads for some blocks."""
+        rows = self._rows_of(mirror, blocks)
+        if isinstance(self._indptr, np.ndarray | None):
+            starts, stops = self._matrix.elements_of(rows, self._indptr)
+        else:  # may read from the store
+            starts, stops = await aside(self._matrix.elements_of, rows, self._indptr)
+        chunks = [array.needed(starts, stops).chunks for array in self._arrays]
+        reads = [await array.reads(of_array, turn) for array, of_array in zip(self._arrays, chunks, strict=True)]
+        return _Batch(blocks=blocks, starts=starts, stops=stops, reads=reads)
+
+    async def _fill_batch(self, mirror: RowsFile, batch: _Batch, turn: int) -> None:
+        """Reads and keeps some blocks; those with a corrupt chunk are read once more."""
+        resources = self._resources
+        for attempt in range(self._arrays[0].rereads + 1):
+            try:
+                left, corrupt = await resources.decode(batch.spans, partial(self._keep, mirror, batch))
+            finally:
+                resources.in_flight.release(batch.n_bytes)
+            resources.counters.chunks_decoded += batch.n_chunks
+            if not corrupt:
+                return
+            if attempt == self._arrays[0].rereads:
+                raise corrupt[0][1]
+            resources.counters.retries += len(corrupt)
+            batch = await self._batch(mirror, left, turn)
+            await resources.in_flight.acquire(batch.n_bytes, turn)
+
+    def _stretches(self, mirror: RowsFile, blocks: Rows) -> Iterator[slice]:
+        few = max(1, _STRETCH_BYTES // mirror.form.block_bytes)
+        for first in range(0, len(blocks), few):
+            yield slice(first, first + few)
+
+    def _keep(self, mirror: RowsFile, batch: _Batch, stored: Stored) -> tuple[Rows, Corrupt]:
+        """Decodes, packs and writes blocks on this thread. Returns those with corrupt chunks, and these."""
+        size = mirror.form.block_rows
+        left, corrupt = [batch.blocks[:0]], []
+        for some in self._stretches(mirror, batch.blocks):
+            rows = slice(some.start * size, some.stop * size)
+            starts, stops = batch.starts[rows], batch.stops[rows]
+            through = self._through(starts, stops)
+            memory = self._resources.own_buffer("decoded", sum(each.n_bytes for each in through))
+            used, found, wrong = 0, [], []
+            for array, of_array, reads, of_reads in zip(
+                self._arrays, through, batch.reads, batch.shared(stored), strict=True
+            ):
+                slots = of_array.slots(memory[used : used + of_array.n_bytes])
+                used += of_array.n_bytes
+                array.fill_absent(reads, slots)
+                wrong += array.decode(reads, slots, of_reads)
+                found.append(slots.filled(starts))
+            if wrong:
+                left.append(batch.blocks[some])
+                corrupt += wrong
+                continue
+            *genes, values = found
+            rows_read = SourceRows(
+                at=slice(None),
+                genes=genes[0].source if genes else None,
+                values=values.source,
+                starts=(genes[0].starts if genes else values.starts, values.starts),
+                lengths=stops - starts,
+            )
+            self._put(mirror, batch.blocks[some], rows_read)
+        return np.concatenate(left), corrupt
+
+    async def _fill_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:
+        await self._resources.run(self._keep_from_whole, mirror, whole, blocks)
+
+    def _keep_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:
+        """Packs and writes blocks of the chosen genes, from rows with all genes, on this thread."""
+        for some in self._stretches(mirror, blocks):
+            rows = self._of_kept(whole.rows(self._rows_of(mirror, blocks[some])), slice(None))
+            self._put(mirror, blocks[some], rows.decoded(self._matrix.n_genes))
+
+    def _put(self, mirror: RowsFile, blocks: Rows, rows: SourceRows) -> None:
+        form, n_rows = mirror.form, len(rows.lengths)
+        entries = np.zeros((n_rows, ENTRY_BYTES // 8), np.uint64)
+        if self._keeps_chosen:
+            assert self._chosen is not None
+            of_whole = entries.view(ENTRY)[:, 0]
+            of_whole["whole_length"] = rows.lengths
+            of_whole["whole_sum"] = totals_of(rows.values, rows.starts[1], rows.lengths)
+            rows = rows.with_genes(self._chosen, form.genes)
+        memory = self._resources.own_buffer("packed", form.most_bytes(n_rows, int(rows.lengths.sum())))
+        mirror.put(blocks, packed(form, rows, entries, memory), memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Some blocks, the elements `[start, stop)` of each of their rows, and the reads for them from each array."""
+
+    blocks: Rows
+    starts: Rows
+    stops: Rows
+    reads: Sequence[ChunkReads]
+
+    @property
+    def spans(self) -> list[Span]:
+        return [piece.span for reads in self.reads for piece in reads.pieces]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(span.size for span in self.spans)
+
+    @property
+    def n_chunks(self) -> int:
+        return sum(len(reads.table[0]) for reads in self.reads)
+
+    def shared(self, stored: Stored) -> Iterator[Stored]:
+        """The bytes of the reads from each array, given those of `spans`."""
+        first = 0
+        for reads in self.reads:
+            yield stored[first : first + len(reads.pieces)]
+            first += len(reads.pieces)
+
+
+def _some(at: Rows | slice, chosen: NDArray[np.bool_]) -> Rows:
+    """The positions of the chosen ones of rows that are at these positions."""
+    return np.flatnonzero(chosen) + (at.start or 0) if isinstance(at, slice) else at[chosen]
+
+
+def packed(form: RowForm, rows: SourceRows, entries: NDArray[np.uint64], memory: NDArray[np.uint8]) -> Rows:
+    """Packs rows, from the first one of a block on, into blocks at the beginning of some memory.
+
+    Returns the byte after each block. `entries` are those of the rows, without places and lengths.
+    """
+    starts, lengths = rows.starts, rows.lengths
+    values, kept = as_bits(rows.values), as_bits(memory[: len(memory) // ALIGNED * ALIGNED].view(form.values))
+    firsts = np.arange(0, len(lengths), form.block_rows)
+    if form.genes is None:
+        sizes = np.minimum(firsts + form.block_rows, len(lengths)) - firsts
+        ends = np.cumsum(-(-sizes * form.row_bytes // ALIGNED) * ALIGNED)
+        first_values = np.append(0, ends)[:-1] // form.values.itemsize
+        whole = np.append(starts[1][firsts], 0)[: len(firsts)]
+        copy_rows(values, whole, sizes * form.width, first_values, kept)
+        return ends
+    assert rows.genes is not None
+    genes = memory[: len(memory) // ALIGNED * ALIGNED].view(form.genes)
+    if form.coded:
+        ends = np.empty(len(firsts), np.int64)
+        views = views_of(memory, form.genes, form.values)
+        words = memory[: len(memory) // ALIGNED * ALIGNED].view(np.uint64)
+        code_blocks(rows.genes, rows.values, starts, lengths, entries, form.block_rows, views, words, ends)
+        return ends
+    heads, ends, (of_genes, of_values) = form.raw_places(lengths)
+    begins = np.append(0, ends)[:-1]
+    of_entries = entries.view(ENTRY)[:, 0]
+    of_entries["offset"], of_entries["length"] = heads - np.repeat(begins, form.block_rows)[: len(lengths)], lengths
+    memory[: len(memory) // 4 * 4].view(np.uint32)[heads // 4] = 0xFFFFFFFF
+    for first, begin in zip(firsts.tolist(), begins.tolist(), strict=True):
+        table = entries[first : first + form.block_rows].reshape(-1).view(np.uint8)
+        memory[begin : begin + len(table)] = table
+    copy_rows(rows.genes, starts[0], lengths, of_genes // form.genes.itemsize, genes)
+    copy_rows(values, starts[1], lengths, of_values // form.values.itemsize, kept)
+    return ends

@@ -1,0 +1,163 @@
+"""Blocks of rows, as a mirror keeps them: the rows of a matrix one after another, raw or coded. Pure.
+
+A block of CSR rows begins with a table that has an entry for each row (ENTRY). A row is a head of four bytes, its genes
+and its values. In a raw row, whose head has all bits set, both are in their stored dtypes, aligned to them;
+coded_rows.py describes the others. A block of dense rows is their values alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.records import Rows
+from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, Views, most_bytes, views_of
+from zloader.storage.layout import MatrixLayout
+
+# The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
+# elements and the sum. The last two are known for rows of a panel only.
+ENTRY = np.dtype([("offset", "<u8"), ("length", "<u4"), ("whole_length", "<u4"), ("whole_sum", "<f8")])
+assert ENTRY.itemsize == ENTRY_BYTES
+# A block takes 50 to 250 KB, so that little of its last page is unused. It is read from the store as a whole, even if a
+# fetch needs a single row.
+_BLOCK_ROWS, _PANEL_ROWS = 32, 128
+_DENSE_BYTES = 128 << 10
+PANEL = "/panel "  # in names, before the digest of its genes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowForm:
+    """How the rows of one matrix, or of a panel of its genes, are kept by `name`.
+
+    CSR rows have `genes` and `values` in these dtypes. Dense rows have `width` values each, and no genes.
+    """
+
+    name: str
+    n_rows: int
+    block_rows: int
+    genes: np.dtype[Any] | None
+    values: np.dtype[Any]
+    width: int
+    coded: bool
+    decoded_bytes: int
+
+    @classmethod
+    def of(cls, matrix: MatrixLayout, panel: NDArray[Any] | None, *, compact: bool) -> RowForm:
+        """The form of a matrix, or of a panel of CSR rows, given as the column of each gene."""
+        values, n_rows, name, genes = matrix.values.dtype, matrix.n_rows, matrix.path, matrix.genes
+        n_bytes = sum(array.n_elements * array.dtype.itemsize for array in matrix.arrays)
+        if genes is None:
+            row_bytes = max(1, matrix.n_genes * values.itemsize)
+            chunk_rows = max(1, matrix.values.chunk_elements // max(1, matrix.n_genes))
+            size = _dense_rows(chunk_rows, row_bytes)
+            return cls(
+                name=name, n_rows=n_rows, block_rows=size, genes=None, values=values, width=matrix.n_genes,
+                coded=False, decoded_bytes=n_bytes,
+            )  # fmt: skip
+        coded, size, dtype = compact and values.kind in "iuf" and values != np.float16, _BLOCK_ROWS, genes.dtype
+        if panel is not None:
+            digest = hashlib.sha256(f"{panel.dtype.str} {len(panel)}".encode() + panel.tobytes()).hexdigest()
+            name, size, dtype = f"{name}{PANEL}{digest[:16]}", _PANEL_ROWS, panel.dtype
+        return cls(
+            name=name, n_rows=n_rows, block_rows=size, genes=dtype, values=values, width=0, coded=coded,
+            decoded_bytes=n_bytes,
+        )  # fmt: skip
+
+    @property
+    def dtypes(self) -> tuple[np.dtype[Any] | None, np.dtype[Any]]:
+        """The dtypes of genes and values."""
+        return self.genes, self.values
+
+    @property
+    def raw_and_coded(self) -> tuple[RowForm, RowForm]:
+        """The same rows, raw and coded."""
+        return replace(self, coded=False), replace(self, coded=True)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a dense row."""
+        return int(self.width * self.values.itemsize)
+
+    @property
+    def block_bytes(self) -> int:
+        """Decoded bytes of the rows of a block, on average."""
+        return max(1, self.decoded_bytes * self.block_rows // max(1, self.n_rows))
+
+    def most_bytes(self, n_rows: int, n_values: int) -> int:
+        """Bytes of some rows in blocks, at most."""
+        if self.genes is None:
+            return n_rows * self.row_bytes
+        blocks = 1 + n_rows // self.block_rows
+        return int(most_bytes(n_rows, n_values, self.genes.itemsize + self.values.itemsize)) + blocks * 64
+
+
+    def places_in_rows(self, starts: Rows, lengths: Rows) -> tuple[Rows, Rows, Rows]:
+        """Where genes and values of raw rows begin, and where the rows end, from where they begin. In bytes."""
+        assert self.genes is not None
+        genes = _aligned(starts + HEAD_BYTES, self.genes.itemsize)
+        values = _aligned(genes + lengths * self.genes.itemsize, self.values.itemsize)
+        return genes, values, _aligned(values + lengths * self.values.itemsize, ALIGNED)
+
+    def raw_places(self, lengths: Rows) -> tuple[Rows, Rows, tuple[Rows, Rows]]:
+        """Where raw rows in blocks one after another begin, where the blocks end, and where genes and values begin."""
+        _, _, sizes = self.places_in_rows(np.zeros_like(lengths), lengths)
+        numbers = np.arange(len(lengths)) // self.block_rows
+        starts = np.cumsum(sizes) - sizes + (numbers + 1) * (ENTRY_BYTES * self.block_rows)
+        genes, values, stops = self.places_in_rows(starts, lengths)
+        return starts, stops[np.flatnonzero(np.append(np.diff(numbers), 1)[: len(stops)])], (genes, values)
+
+
+def _dense_rows(chunk_rows: int, row_bytes: int) -> int:
+    """Rows of a block of dense rows: a whole number of chunks, or a divisor of the rows of a large one."""
+    few = max(1, _DENSE_BYTES // row_bytes)
+    if few >= chunk_rows:
+        return chunk_rows * (few // chunk_rows)
+    return next(chunk_rows // n for n in range(chunk_rows // few, chunk_rows + 1) if chunk_rows % n == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRows:
+    """Some rows in the memory of a mirror: row i has `lengths[i]` elements, and begins at byte `starts[i]`.
+
+    `totals` are the sums of the rows with all genes, where they are known.
+    """
+
+    form: RowForm
+    content: NDArray[np.uint8]
+    starts: Rows
+    lengths: Rows
+    totals: NDArray[np.float64] | None
+
+    @property
+    def views(self) -> Views:
+        """The memory as bytes, and in the dtypes of genes and values."""
+        assert self.form.genes is not None
+        return views_of(self.content, self.form.genes, self.form.values)
+
+    def elements(self) -> tuple[Rows, Rows]:
+        """Where genes and values of raw rows begin, in elements of their dtypes."""
+        if self.form.genes is None:
+            return self.starts, self.starts // self.form.values.itemsize
+        genes, values, _ = self.form.places_in_rows(self.starts, self.lengths)
+        return genes // self.form.genes.itemsize, values // self.form.values.itemsize
+
+
+def places_of(form: RowForm, content: NDArray[np.uint8], blocks: Rows, within: Rows) -> KeptRows:
+    """Rows of blocks that begin at these bytes of some memory; row i is number `within[i]` of its block."""
+    if form.genes is None:
+        starts, lengths = blocks + within * form.row_bytes, np.full(len(blocks), form.width)
+        return KeptRows(form=form, content=content, starts=starts, lengths=lengths, totals=None)
+    words = content[: len(content) // ALIGNED * ALIGNED].view(np.uint64)
+    n_words = ENTRY_BYTES // 8
+    entries = words[(blocks // 8 + within * n_words)[:, None] + np.arange(n_words)].view(ENTRY)[:, 0]
+    starts = blocks + entries["offset"].astype(np.int64)
+    lengths, totals = entries["length"].astype(np.int64), entries["whole_sum"]
+    return KeptRows(form=form, content=content, starts=starts, lengths=lengths, totals=totals)
+
+
+def _aligned(at: Any, to: int) -> Any:
+    return (at + (to - 1)) // to * to
