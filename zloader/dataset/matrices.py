@@ -300,7 +300,9 @@ class Matrices:
         if cache is None:
             raise OptionError("the dataset has no cache: open it with cache=")
         mirrors = self.mirrors(x)
-        if any(mirror is None and layout.values.n_elements for mirror, layout in zip(mirrors, self.layouts(x), strict=True)):
+        if any(
+            mirror is None and layout.values.n_elements for mirror, layout in zip(mirrors, self.layouts(x), strict=True)
+        ):
             raise OptionError(f"the mirror of {self._opened.url} in {cache.directory} cannot be used (see the warning)")
         cached = contents_of(mirror.rows for mirror in mirrors if mirror is not None)
         place = place_of(cache.directory)

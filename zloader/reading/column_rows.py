@@ -50,9 +50,7 @@ async def load_column(planned: PlannedRows, turn: int) -> LoadedColumn:
     return await load_sources(planned, np.empty(planned.n_bytes, np.uint8), turn=turn)
 
 
-def rows_of(
-    column: NDArray[Any] | PagedColumn, rows: Rows, loaded: Mapping[PagedColumn, LoadedColumn]
-) -> NDArray[Any]:
+def rows_of(column: NDArray[Any] | PagedColumn, rows: Rows, loaded: Mapping[PagedColumn, LoadedColumn]) -> NDArray[Any]:
     """Some rows of an obsm array; those of a paged one have been loaded."""
     if isinstance(column, PagedColumn):
         return column.taken(len(rows), loaded[column] if len(rows) else [])

@@ -23,12 +23,12 @@ from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
 from zloader.reading.gather import SourceRows, as_bits, totals_of
 from zloader.reading.loops import copy_rows
-from zloader.reading.read_plan import FillPlanner
+from zloader.reading.read_plan import Elements, FillPlanner
 from zloader.reading.reader import ArrayReader, ChunkReads, Corrupt, Needed, Stored
 from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, code_blocks, views_of
-from zloader.storage.layout import MatrixLayout, RowOffsets, expand
+from zloader.storage.layout import MatrixLayout, RowOffsets, expand, runs_of
 from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm
 
 # Decoded bytes that a thread holds on their way to the mirror. Memory that is used again costs no page faults. Rows of
@@ -257,7 +257,7 @@ class MatrixReader:
             starts, stops = self._matrix.elements_of(rows, self._indptr)
         else:  # may read from the store
             starts, stops = await aside(self._matrix.elements_of, rows, self._indptr)
-        chunks = [array.needed(starts, stops).chunks for array in self._arrays]
+        chunks = [needed.chunks for needed in self._through(*runs_of(starts, stops)[:2])]
         reads = [await array.reads(of_array, turn) for array, of_array in zip(self._arrays, chunks, strict=True)]
         return _Batch(blocks=blocks, starts=starts, stops=stops, reads=reads)
 
@@ -290,7 +290,8 @@ class MatrixReader:
         for some in self._stretches(mirror, batch.blocks):
             rows = slice(some.start * size, some.stop * size)
             starts, stops = batch.starts[rows], batch.stops[rows]
-            through = self._through(starts, stops)
+            firsts, lasts, counts = runs_of(starts, stops)
+            through = self._through(firsts, lasts)
             memory = self._resources.own_buffer("decoded", sum(each.n_bytes for each in through))
             used, found, wrong = 0, [], []
             for array, of_array, reads, of_reads in zip(
@@ -300,7 +301,8 @@ class MatrixReader:
                 used += of_array.n_bytes
                 array.fill_absent(reads, slots)
                 wrong += array.decode(reads, slots, of_reads)
-                found.append(slots.filled(starts))
+                run = slots.filled(firsts)
+                found.append(Elements(source=run.source, starts=starts + np.repeat(run.starts - firsts, counts)))
             if wrong:
                 left.append(batch.blocks[some])
                 corrupt += wrong
@@ -400,9 +402,9 @@ def packed(form: RowForm, rows: SourceRows, entries: NDArray[np.uint64], memory:
     of_entries = entries.view(ENTRY)[:, 0]
     of_entries["offset"], of_entries["length"] = heads - np.repeat(begins, form.block_rows)[: len(lengths)], lengths
     memory[: len(memory) // 4 * 4].view(np.uint32)[heads // 4] = 0xFFFFFFFF
-    for first, begin in zip(firsts.tolist(), begins.tolist(), strict=True):
-        table = entries[first : first + form.block_rows].reshape(-1).view(np.uint8)
-        memory[begin : begin + len(table)] = table
+    sizes = np.minimum(form.block_rows, len(lengths) - firsts) * (ENTRY_BYTES // 8)
+    words = memory[: len(memory) // ALIGNED * ALIGNED].view(np.uint64)
+    copy_rows(entries.reshape(-1), firsts * (ENTRY_BYTES // 8), sizes, begins // 8, words)
     copy_rows(rows.genes, starts[0], lengths, of_genes // form.genes.itemsize, genes)
     copy_rows(values, starts[1], lengths, of_values // form.values.itemsize, kept)
     return ends

@@ -42,9 +42,7 @@ class RowColumns:
         def swapped(columns: Mapping[str, Any]) -> dict[str, Any]:
             return {name: of_own[each] if isinstance(each, PagedColumn) else each for name, each in columns.items()}
 
-        return replace(
-            self, obsm=lambda: swapped(self.obsm()), paged=list(of_own.values())
-        )
+        return replace(self, obsm=lambda: swapped(self.obsm()), paged=list(of_own.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,6 +184,13 @@ def expand(starts: Rows, lengths: Rows) -> Rows:
     return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
 
 
+def runs_of(starts: Rows, stops: Rows) -> tuple[Rows, Rows, Rows]:
+    """The pairs `[start, stop)`, with those that adjoin united: their starts, their stops, and how many each unites."""
+    opens = np.flatnonzero(np.append(True, starts[1:] != stops[:-1])[: len(starts)])
+    counts = np.diff(opens, append=len(starts))
+    return starts[opens], stops[opens + counts - 1], counts
+
+
 def distinct(numbers: Rows) -> Rows:
     """The distinct numbers in ascending order. Twenty times as fast as np.unique, which hashes."""
     ordered: Rows = np.sort(numbers)

@@ -94,7 +94,6 @@ class RowForm:
         blocks = 1 + n_rows // self.block_rows
         return int(most_bytes(n_rows, n_values, self.genes.itemsize + self.values.itemsize)) + blocks * 64
 
-
     def places_in_rows(self, starts: Rows, lengths: Rows) -> tuple[Rows, Rows, Rows]:
         """Where genes and values of raw rows begin, and where the rows end, from where they begin. In bytes."""
         assert self.genes is not None
