@@ -8,8 +8,8 @@
         stale                   exists once other objects have been found at the store's URL
         owners                  see leases.py
         proved.json             see VerifiedMarks
-        NAME.flat, NAME.sums    see mirror.py and checksums.py
-        NAME.rows, NAME.blocks  see row_blocks.py and checksums.py
+        NAME.rows, NAME.index   see rows_file.py
+        NAME.array              see kept_arrays.py
         NAME.kept               see kept_objects.py
 
 FINGERPRINT is computed by stored_objects.mirror_fingerprint. The checksums of all files with values include the names
@@ -43,7 +43,7 @@ _VERSION = 6  # of the file formats; part of each mirror's name
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
 # Of all versions, so that stale mirrors of older ones can be dropped.
 _OURS = re.compile(
-    r".+\.(flat|sums|stored|places|joined|bounds|rows|index|blocks|npy|kept|draft)|mirror\.json|users|stale|owners|turn|proved\.json"
+    r".+\.(flat|sums|stored|places|joined|bounds|rows|index|blocks|array|npy|kept|draft)|mirror\.json|users|stale|owners|turn|proved\.json"
 )
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
@@ -66,6 +66,7 @@ class MirrorDirectory:
         self._describe(fingerprint, url)
         self.space = DiskSpace(cache, self.place)
         self.verified = VerifiedMarks(self.path)
+        self.arrays: set[str] = set()  # that this process keeps or is about to (kept_arrays.py)
 
     def _begin_use(self) -> None:
         """Opens and locks the file `users`, so that no process drops this mirror while it is in use."""

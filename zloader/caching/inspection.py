@@ -19,25 +19,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.atomic_files import read_checked
-from zloader.caching.checksums import Places, Sidecar, word_offset
 from zloader.caching.directory import MirrorEntry, VerifiedMarks, is_of_this_version, is_renamed
+from zloader.caching.kept_arrays import array_bytes, is_whole
+from zloader.caching.rows_file import RowsIndex, is_present, sizes_in
 from zloader.common.errors import CacheError
 from zloader.common.records import Held
 
 _PIECE = 4 << 20  # bytes per read
 _TASK = 16 << 20  # bytes that a thread verifies between progress reports
 _THREADS = 2  # one reads from disk while the other computes checksums
-# The file of chunks beside each sidecar file.
-_CONTENT = {"sums": "flat", "blocks": "rows"}
-_SUFFIXES = (*_CONTENT, *_CONTENT.values(), "kept")
+_SUFFIXES = ("index", "rows", "array", "kept")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorInspection(Held):
     """The content of a mirror: its `arrays` by name, how many `objects` it keeps as stored, and `kept_bytes` of these.
 
-    The name of coded rows ends with " (rows)". Their bytes are those of the file, and all of them are estimated from
-    those that are held. Arrays of the store that have never been used do not appear.
+    The chunks of a matrix are blocks of rows, and the bytes of all of them are estimated from those that are held. An
+    array beside the matrices is one chunk. Those that have never been used do not appear.
     """
 
     arrays: Mapping[str, Held]
@@ -57,27 +56,26 @@ class MirrorInspection(Held):
 
 
 def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
-    """The content of a mirror; empty if it has been dropped. Arrays with a damaged .sums file are left out."""
+    """The content of a mirror; empty if it has been dropped. Matrices with a damaged index are left out."""
     files = _files(entry.directory)
     arrays = {}
-    for path in _sidecars(files):
+    for path in files["index"]:
         with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as file:
-            arrays[_name(path)] = _inspect_array(Sidecar(path, file))
+            arrays[_name(path)] = _inspect_rows(RowsIndex.read(path, file))
+    for path in files["array"]:
+        with contextlib.suppress(OSError):
+            n_bytes = array_bytes(path)
+            arrays[_name(path)] = Held(chunks=1, chunks_held=1, bytes_in_all=n_bytes, bytes_held=n_bytes)
     return MirrorInspection.of(arrays, objects=len(files["kept"]), kept_bytes=sum(map(_size, files["kept"])))
 
 
-def _inspect_array(sidecar: Sidecar) -> Held:
-    chunks_held = bytes_held = 0
-    for places in sidecar.windows():
-        present = places.present
-        chunks_held += len(present)
-        bytes_held += int((places.stops - places.starts)[present].sum())
-    return Held(
-        chunks=sidecar.n_chunks,
-        chunks_held=chunks_held,
-        bytes_in_all=sidecar.bytes_in_all(chunks_held, bytes_held),
-        bytes_held=bytes_held,
-    )
+def _inspect_rows(index: RowsIndex) -> Held:
+    held = n_bytes = 0
+    for _, _, words in index.windows():
+        present = words[is_present(words)]
+        held, n_bytes = held + len(present), n_bytes + int(sizes_in(present).sum())
+    in_all = n_bytes * index.n_blocks // held if held else index.decoded_bytes
+    return Held(chunks=index.n_blocks, chunks_held=held, bytes_in_all=in_all, bytes_held=n_bytes)
 
 
 def verify(directory: Path, on_bytes: Callable[[int], None] | None = None) -> list[str]:
@@ -131,48 +129,46 @@ class _Check:
         files = _files(directory)
         for path in files["links"]:
             self.problems.append(f"{path.name} is not a regular file, but has the name of a cached one: remove it")
-        for path in _sidecars(files):
-            self._check_array(path)
-        self._check_objects(files["kept"])
+        for path in files["index"]:
+            self._check_rows(path)
+        self._check_whole(files["array"], is_whole)
+        self._check_whole(files["kept"], lambda path: read_checked(path) is not None)
         VerifiedMarks(directory).record(path for path in self._verified if path.exists())
 
-    def _check_array(self, path: Path) -> None:
-        with _opened(path, os.O_RDWR) as sums_file:
+    def _check_rows(self, path: Path) -> None:
+        with _opened(path, os.O_RDWR) as index_file:
             try:
-                sidecar = Sidecar(path, sums_file)
+                index = RowsIndex.read(path, index_file)
             except ValueError as error:
-                self.problems.append(f"{path.name} {error}: all chunks of {_name(path)} count as absent")
+                self.problems.append(f"{path.name} {error}: all blocks of {_name(path)} count as absent")
                 path.unlink(missing_ok=True)  # whoever has mapped it goes on with a file of its own
                 return
-            stem, _, suffix = path.name.rpartition(".")
-            content, differing = path.with_name(f"{stem}.{_CONTENT[suffix]}"), [np.empty(0, np.int64)]
+            content, differing = path.with_suffix(".rows"), [np.empty(0, np.int64)]
             try:
-                with _opened(content, os.O_RDWR) as file:
+                with _opened(content, os.O_RDONLY) as file:
                     before = os.fstat(file)
-                    if before.st_size != sidecar.n_bytes:
-                        self.problems.append(f"{content.name} has {before.st_size} bytes instead of {sidecar.n_bytes}")
-                        os.ftruncate(file, sidecar.n_bytes)  # missing chunks are now zeros, and differ
-                    for places in sidecar.windows():
-                        differing.append(self._differing(file, places))
-                        self._mark_absent(sums_file, places, differing[-1])
-                    if _stamp(os.fstat(file)) == _stamp(before):  # no process has written to it meanwhile
+                    differing += [self._differing(file, index, *window) for window in index.windows()]
+                    if not any(map(len, differing)) and _stamp(os.fstat(file)) == _stamp(before):
                         self._verified += [content, path]
             except OSError as error:
-                differing = [np.empty(0, np.int64)]
-                for places in sidecar.windows():
-                    differing.append(places.first + places.present)
-                    self._mark_absent(sums_file, places, differing[-1])
+                for first, _, words in index.windows():
+                    present = np.flatnonzero(is_present(words))
+                    differing.append(first + present)
+                    for block in present.tolist():
+                        index.mark_absent(first + block, int(words[block]))
                 if any(map(len, differing)):
                     self.problems.append(f"{content.name} cannot be read: {error.strerror}")
-        self.problems += [f"{_name(path)}: {chunks}" for chunks in _runs(np.concatenate(differing))]
+        self.problems += [f"{_name(path)}: {blocks}" for blocks in _runs(np.concatenate(differing))]
 
-    def _differing(self, file: int, places: Places) -> NDArray[np.int64]:
-        """The chunks that are present but differ from their checksums."""
-        chunks = places.present
-        checksums = places.checksums(chunks)
-        starts, sizes = places.starts[chunks], (places.stops - places.starts)[chunks]
-        step = max(1, _TASK * len(chunks) // max(1, int(sizes.sum())))
-        tasks = [slice(first, first + step) for first in range(0, len(chunks), step)]
+    def _differing(
+        self, file: int, index: RowsIndex, first: int, offsets: NDArray[np.int64], words: NDArray[np.uint64]
+    ) -> NDArray[np.int64]:
+        """The blocks that are present but differ from their checksums, which are marked absent."""
+        blocks = np.flatnonzero(is_present(words))
+        starts, sizes = offsets[blocks], sizes_in(words[blocks])
+        checksums = (words[blocks] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        step = max(1, _TASK * len(blocks) // max(1, int(sizes.sum())))
+        tasks = [slice(begin, begin + step) for begin in range(0, len(blocks), step)]
 
         def compare(task: slice) -> NDArray[np.bool_]:
             return _compare(file, starts[task], sizes[task], checksums[task])
@@ -181,19 +177,21 @@ class _Check:
         for task, found in zip(tasks, self._threads.map(compare, tasks), strict=True):
             wrong.append(found)
             self._on_bytes(int(sizes[task].sum()))
-        return np.asarray(places.first + chunks[np.concatenate(wrong)])
+        differing = blocks[np.concatenate(wrong)]
+        for block in differing.tolist():
+            index.mark_absent(first + block, int(words[block]))
+        return np.asarray(first + differing)
 
-    @staticmethod
-    def _mark_absent(sums_file: int, places: Places, chunks: NDArray[np.int64]) -> None:
-        """Sets the words of chunks to 0, unless another process has changed them since `places` were read."""
-        for chunk, word in zip(chunks.tolist(), places.words[chunks - places.first], strict=True):
-            offset = word_offset(chunk)
-            if os.pread(sums_file, 8, offset) == word.tobytes():
-                os.pwrite(sums_file, bytes(8), offset)
+    def _check_whole(self, paths: Sequence[Path], is_valid: Callable[[Path], bool]) -> None:
+        def check(path: Path) -> bool:
+            try:
+                return is_valid(path)
+            except FileNotFoundError:  # another process found it damaged and deleted it
+                return True
+            except OSError:
+                return False
 
-    def _check_objects(self, paths: Sequence[Path]) -> None:
-        sizes = map(_size, paths)
-        for path, size, valid in zip(paths, sizes, self._threads.map(_is_valid, paths), strict=True):
+        for path, size, valid in zip(paths, map(_size, paths), self._threads.map(check, paths), strict=True):
             self._on_bytes(size)
             if not valid:
                 path.unlink(missing_ok=True)
@@ -229,21 +227,12 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _is_valid(path: Path) -> bool:
-    try:
-        return read_checked(path) is not None
-    except FileNotFoundError:  # another process found it damaged and deleted it
-        return True
-    except OSError:
-        return False
-
-
 def _runs(chunks: NDArray[np.int64]) -> Iterator[str]:
     for run in np.split(chunks, np.flatnonzero(np.diff(chunks) != 1) + 1):
         if len(run) == 1:
-            yield f"chunk {run[0]} differs from its checksum"
+            yield f"block {run[0]} differs from its checksum"
         elif len(run):
-            yield f"chunks {run[0]} to {run[-1]} differ from their checksums"
+            yield f"blocks {run[0]} to {run[-1]} differ from their checksums"
 
 
 def _files(directory: Path) -> dict[str, list[Path]]:
@@ -257,14 +246,9 @@ def _files(directory: Path) -> dict[str, list[Path]]:
     return files
 
 
-def _sidecars(files: Mapping[str, list[Path]]) -> list[Path]:
-    return [path for suffix in _CONTENT for path in files[suffix]]
-
-
 def _name(path: Path) -> str:
-    """The name of the cached array or key; the inverse of atomic_files.cached_path."""
-    stem, _, suffix = path.name.rpartition(".")
-    return unquote(stem) + (" (rows)" if suffix == "blocks" else "")
+    """The name of the cached matrix, array or key; the inverse of atomic_files.cached_path."""
+    return unquote(path.name.rpartition(".")[0])
 
 
 @contextlib.contextmanager

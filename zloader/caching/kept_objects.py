@@ -1,8 +1,8 @@
 """Keeps small objects of a store byte for byte in its mirror: its metadata, small arrays, and what was made of them.
 
 After a store has been opened once, it can be opened again from the mirror alone, without a network. The cached listing
-tells which objects exist, so absent objects cause no requests. Arrays that the mirror keeps decoded (mirror.py) are
-left out.
+tells which objects exist, so absent objects cause no requests. Arrays that the mirror keeps decoded (kept_arrays.py)
+are left out.
 
 Each file ends in four bytes of checksum: the crc32c of the file's qualified name and of its content. Files are written
 atomically.
@@ -26,7 +26,7 @@ from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject
 from zloader.caching.atomic_files import cached_path, checksum_of, draft_path, read_checked
 from zloader.caching.directory import MirrorDirectory, mirrors
-from zloader.caching.mirror import has_array
+from zloader.caching.kept_arrays import has_array
 from zloader.common.errors import CacheError, ReadError
 from zloader.common.records import Span
 
@@ -112,7 +112,8 @@ def may_be_decoded(directory: MirrorDirectory, key: str) -> bool:
     """Whether an object belongs to an array that the mirror keeps decoded, so that it would be there twice."""
     if not _MAY_BE_DECODED.search(key):
         return False
-    return any(has_array(directory, str(path)) for path in PurePosixPath(key).parents)
+    paths = map(str, PurePosixPath(key).parents)
+    return any(path in directory.arrays or has_array(directory, path) for path in paths)
 
 
 def save_listing(directory: MirrorDirectory, origin: str, objects: Listing) -> None:

@@ -1,7 +1,7 @@
 """The mirror of one matrix: a file of blocks of rows, raw or coded, and an index that says which blocks are there.
 
     NAME.rows    blocks of rows (storage/row_blocks.py), in the order in which they were written
-    NAME.index   ten 64-bit words that describe the rows, and then two words for each block
+    NAME.index   eleven 64-bit words that describe the rows, and then two words for each block
 
 The first word of a block is its first byte in NAME.rows. The second is 0 while the block is absent, a lease (leases.py)
 while some process is reading it from the store, and else its size and its crc32c. It is stored after the bytes of the
@@ -37,13 +37,13 @@ from zloader.common.locks import forkable_lock
 from zloader.common.records import Rows
 from zloader.storage.coded_rows import ENTRY_BYTES
 from zloader.storage.decode import checksum
-from zloader.storage.layout import ArrayLayout, distinct
+from zloader.storage.layout import distinct
 from zloader.storage.row_blocks import KeptRows, RowForm, places_of
 
 log = logging.getLogger("zloader")
 
 _MAGIC = int.from_bytes(b"zrows-1\0", "little")
-_HEADER = 10  # words
+_HEADER = 11  # words
 _ALIGNED = 64  # blocks that are written together begin at a multiple of it
 _UNIT = 8  # bytes, in which the size of a block is stored
 _WINDOW = 1 << 17  # blocks looked at at a time
@@ -64,9 +64,7 @@ class RowsFile:
     def __init__(self, directory: MirrorDirectory, form: RowForm) -> None:
         self._directory = directory
         self._path, self._index_path = (cached_path(directory.path, form.name, suffix) for suffix in ("rows", "index"))
-        self.layout = ArrayLayout.plain(
-            form.name, "uint8", n_elements=form.n_rows, chunk_elements=form.block_rows, chunks_per_shard=1 << 30
-        )
+        self.layout = form.layout
         words, self.form = _map_index(directory, self._index_path, self._path, form)
         self._offsets, self._words = words[0::2], words[1::2]
         self._file = open_file(self._path)
@@ -383,7 +381,9 @@ def map_file(file: int, n_bytes: int, access: int, advice: int = mmap.MADV_NORMA
 def _header(path: Path, form: RowForm) -> NDArray[np.uint64]:
     """What describes the rows, a hash of the qualified name, and a checksum of these."""
     kinds = [int.from_bytes(b"" if dtype is None else dtype.str.encode(), "little") for dtype in form.dtypes]
-    words = np.array([_MAGIC, form.n_rows, form.block_rows, *kinds, form.width, form.coded, 0, 0, 0], "<u8")
+    words = np.array(
+        [_MAGIC, form.n_rows, form.block_rows, *kinds, form.width, form.coded, 0, 0, form.decoded_bytes, 0], "<u8"
+    )
     words[7:9] = np.frombuffer(hashlib.sha256(qualified_name(path)).digest(), "<u8", 2)
     words[-1] = checksum(words[:-1])
     return words
@@ -394,6 +394,7 @@ class RowsIndex:
     """An index file that is read in windows: the words of 60 million blocks take 1 GB."""
 
     n_blocks: int
+    decoded_bytes: int
     file: int
 
     @classmethod
@@ -411,7 +412,7 @@ class RowsIndex:
         size, found = 8 * (_HEADER + 2 * n_blocks), os.fstat(file).st_size
         if found != size:
             raise ValueError(f"has {found} bytes instead of {size}")
-        return cls(n_blocks=n_blocks, file=file)
+        return cls(n_blocks=n_blocks, decoded_bytes=int(header[9]), file=file)
 
     def windows(self) -> Iterator[tuple[int, Rows, NDArray[np.uint64]]]:
         """All blocks in windows: the first block, the first byte of each, and its word."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.mirror import load_column, save_column
+from zloader.caching.kept_arrays import load_array, save_array
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed, warn_user
@@ -141,11 +141,11 @@ class StatisticsPass:
             return self._summed(recipe, sum_up, title)
         dependencies = (self.fingerprint, self.x, name, self.batches.name, [str(gene) for gene in genes])
         kept, shape = f"gene_statistics/{_key(dependencies, transforms)}", (len(self.batches.n_obs), 3, len(genes))
-        stored = load_column(self.directory, kept, shape=shape, dtype=np.dtype(np.float64))
+        stored = load_array(self.directory, kept, shape=shape, dtype=np.dtype(np.float64))
         if stored is not None:
             return np.array(stored)
         found = self._summed(recipe, sum_up, title)
-        save_column(self.directory, kept, [found], shape=shape, dtype=found.dtype)
+        save_array(self.directory, kept, [found], shape=shape, dtype=found.dtype)
         return found
 
     def _recipe(self, sum_up: SumUp) -> Recipe:

@@ -17,7 +17,7 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import load_column, save_column
+from zloader.caching.kept_arrays import load_array, save_array
 from zloader.common import page_cache
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
@@ -142,10 +142,10 @@ class ObsNames:
         directory = self._store.mirror_directory
         if directory is None:
             return None
-        offsets = load_column(directory, f"/obs_names/{number}/offsets", shape=(n_rows + 1,), dtype=_OFFSETS)
+        offsets = load_array(directory, f"/obs_names/{number}/offsets", shape=(n_rows + 1,), dtype=_OFFSETS)
         if offsets is None:
             return None
-        text = load_column(directory, f"/obs_names/{number}/text", shape=(int(offsets[-1]),), dtype=_TEXT)
+        text = load_array(directory, f"/obs_names/{number}/text", shape=(int(offsets[-1]),), dtype=_TEXT)
         return None if text is None else Text(offsets=offsets, text=text)
 
     def _saved(self, number: int, names: Text) -> Text:
@@ -154,7 +154,7 @@ class ObsNames:
         if directory is None:
             return names
         for part, array in (("text", names.text), ("offsets", names.offsets)):
-            save_column(directory, f"/obs_names/{number}/{part}", [array], shape=array.shape, dtype=array.dtype)
+            save_array(directory, f"/obs_names/{number}/{part}", [array], shape=array.shape, dtype=array.dtype)
         return self._cached(number, len(names)) or names
 
     def _read(self, first: int, n_rows: int) -> Text:

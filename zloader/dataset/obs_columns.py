@@ -1,9 +1,7 @@
 """The columns of one store: its obs columns, as anndata reads them or as numbers, and its obsm arrays.
 
-An array of numbers, codes or dates has one form. With a mirror it is kept there decoded, in the chunks of the store
-(mirror.py), and nothing else of it is. Whoever needs all of it reads the chunks that are missing and maps the file. A
-fetch that needs a few rows of a large one reads their chunks (paged_columns.py). Without a mirror, and wherever the
-mirror does not take it, it is read whole.
+An array of numbers, codes or dates is read whole when it is first used. With a mirror it is kept there decoded
+(kept_arrays.py) and memory-mapped, and nothing else of it is.
 
 Columns of strings and nullable columns are read whole: labels and dtypes depend on all of their values. The mirror
 keeps their objects.
@@ -19,7 +17,6 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import MirrorArray
 from zloader.common import page_cache
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError
@@ -37,7 +34,6 @@ from zloader.selecting.columns import (
     of_strings,
     plain_labels,
 )
-from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import stored_length
 
 _WINDOW_BYTES = 32 << 20  # read at a time
@@ -153,42 +149,11 @@ class StoreColumns:
             )
 
     def whole(self, path: str) -> NDArray[Any]:
-        """A whole array of numbers or dates in the stored dtype; memory-mapped if there is a mirror.
-
-        It is read in windows of about 32 MiB, and with a mirror only the chunks that are missing.
-        """
+        """A whole array of numbers or dates in the stored dtype; memory-mapped if there is a mirror."""
         node = self.store.node(path)
-        whole = self._mirrored(path, node)
-        if whole is None:
-            with self.store.reading(path, node):
-                whole = np.empty(node.shape, node.dtype.newbyteorder("="))
-            for first, stop in _windows_of(node):
-                whole[first:stop] = self.store.window(path, first, stop)
-        return whole
-
-    def _mirrored(self, path: str, node: Any) -> NDArray[Any] | None:
-        array = self._open(path, node)
-        if array is None:
-            return None
-        chunk_rows = max(1, node.chunks[0])
-        for first, stop in _windows_of(node):
-            chunks = np.arange(first // chunk_rows, -(-stop // chunk_rows))
-            if len(array.missing(chunks)):
-                if not array.writable:
-                    return None
-                window = self.store.window(path, first, stop)
-                array.put(int(chunks[0]), np.ascontiguousarray(window, array.layout.dtype).reshape(-1))
-            page_cache.release(array.content)  # which was compared with its checksums
-        column = array.complete()
-        return None if column is None else column.reshape(node.shape)
-
-    def _open(self, path: str, node: Any) -> MirrorArray | None:
-        """The array in the mirror, in the chunks of the store; None without one, and for an empty array."""
-        n_elements = int(np.prod(node.shape, dtype=np.int64))
-        if not n_elements:
-            return None
-        dtype, chunk_elements = node.dtype.newbyteorder("="), max(1, node.chunks[0]) * (n_elements // node.shape[0])
-        return self.store.mirrored(ArrayLayout.plain(path, dtype, n_elements=n_elements, chunk_elements=chunk_elements))
+        with self.store.reading(path, node):
+            dtype = node.dtype.newbyteorder("=")
+        return self.store.kept_array(path, list(_windows_of(node)), shape=node.shape, dtype=dtype)
 
     def _plain(self, name: str) -> NDArray[Any] | None:
         """A column that is stored as an array of numbers or dates; None for any other."""

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.caching.kept_arrays import load_array, save_array
 from zloader.caching.kept_objects import load_object, save_object
-from zloader.caching.mirror import load_column, save_column
 from zloader.common import page_cache
 from zloader.common.checks import names_of
 from zloader.common.concurrent_calls import concurrently
@@ -167,7 +167,7 @@ class Observations:
         if kept["codes"]:
             values: NDArray[Any] | None = self._of_stores[0].whole(kept["codes"])
         else:
-            values = load_column(self._directory, kept_as(name), shape=(self.n_rows,), dtype=np.dtype(kept["values"]))
+            values = load_array(self._directory, kept_as(name), shape=(self.n_rows,), dtype=np.dtype(kept["values"]))
         if values is None:
             return None
         labels = None if kept["labels"] is None else labels_as(kept["labels"], kept["dtype"])
@@ -187,7 +187,7 @@ class Observations:
             return column
         values = column.values
         if not stored:
-            kept = save_column(self._directory, kept_as(name), [values], shape=values.shape, dtype=values.dtype)
+            kept = save_array(self._directory, kept_as(name), [values], shape=values.shape, dtype=values.dtype)
             if kept is None:
                 return column
             column = replace(column, values=kept)

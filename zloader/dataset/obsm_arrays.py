@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import has_array, load_column, save_column
+from zloader.caching.kept_arrays import has_array, load_array, save_array
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError, ZloaderError
 from zloader.common.locks import cached_property
@@ -106,13 +106,13 @@ class ObsmArrays:
         shape = sum(store.n_obs for store in self._stores), *nodes[0].shape[1:]
         dtype = np.result_type(*(node.dtype.newbyteorder("=") for node in nodes))
         if joint is not None:
-            column = load_column(joint, f"/obsm/{name}", shape=shape, dtype=dtype)
+            column = load_array(joint, f"/obsm/{name}", shape=shape, dtype=dtype)
         if column is not None:  # and the arrays of the stores are not read
             return column
         arrays = concurrently(lambda columns: _over_all_rows(columns, path), self._of_stores)
         require_exact(f"obsm/{name}", arrays)
         if joint is not None:
-            column = save_column(joint, f"/obsm/{name}", arrays, shape=shape, dtype=dtype)
+            column = save_array(joint, f"/obsm/{name}", arrays, shape=shape, dtype=dtype)
         return np.concatenate(arrays) if column is None else column
 
     def require(self, names: Sequence[str]) -> None:

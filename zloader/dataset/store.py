@@ -7,7 +7,7 @@ zarr and anndata. TensorStore is not used here: only reading rows of a matrix op
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -21,12 +21,10 @@ from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
 from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys, without_stale
+from zloader.caching.kept_arrays import load_array, save_array
 from zloader.caching.kept_objects import CachedMetadataStore, OfflineSource, save_listing
 from zloader.caching.mirror import (
     Mirror,
-    MirrorArray,
-    has_array,
-    open_array,
     open_mirror_directory,
     open_rows,
 )
@@ -36,7 +34,7 @@ from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
 from zloader.dataset.elements import StoredElements
 from zloader.dataset.modalities import ROOTS, path_of
-from zloader.dataset.paged_offsets import PagedOffsets, pages_of
+from zloader.dataset.paged_offsets import PagedOffsets, page_of
 from zloader.dataset.transposed import TransposedMatrix
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.genes import ChosenGenes
@@ -209,12 +207,19 @@ class OpenedStore(StoredElements):
             n_values = min(array.n_elements for array in matrix.arrays)
             if n_entries != matrix.n_rows + 1:
                 raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
-            pages = pages_of(path, n_entries, chunk)
-            mirror = None if self.mirror_directory is None else open_array(self.mirror_directory, pages)
-            paged = PagedOffsets(pages, read, n_values=n_values, where=where, mirror=mirror)
-            whole = n_entries <= _MOST_WHOLE or not self._has_every_object(path)
-            self._offsets[path] = paged.whole() if whole else paged
+            paged = PagedOffsets(n_entries, page_of(chunk), read, n_values=n_values, where=where)
+            is_whole = n_entries <= _MOST_WHOLE or self.mirror_directory or not self._has_every_object(path)
+            self._offsets[path] = self._whole_offsets(path, paged) if is_whole else paged
         return self._offsets[path]
+
+    def _whole_offsets(self, path: str, paged: PagedOffsets) -> NDArray[np.integer]:
+        """All entries as one array: memory-mapped with a mirror, otherwise a new array of 8 bytes per row."""
+        directory, found, dtype = self.mirror_directory, None, np.dtype(np.int64)
+        if directory is not None:
+            found = load_array(directory, path, shape=(paged.n_entries,), dtype=dtype)
+        if found is None and directory is not None and not self.offline:
+            found = save_array(directory, path, paged.windows(), shape=(paged.n_entries,), dtype=dtype)
+        return np.concatenate(list(paged.windows())) if found is None else found
 
     def _has_every_object(self, path: str) -> bool:
         """Whether all objects of an array are listed, so that none of them is read as fill values.
@@ -225,12 +230,21 @@ class OpenedStore(StoredElements):
         with self.reading(path, node):
             return not (node.shards and node.fill_value) and all(key in self._sizes for key in stored_keys(node))
 
-    def mirrored(self, layout: ArrayLayout) -> MirrorArray | None:
-        """An array of this layout in the mirror. None without a mirror; offline, also if it was never read."""
-        directory = self.mirror_directory
-        if directory is None or (self.offline and not has_array(directory, layout.path)):
-            return None
-        return open_array(directory, layout)
+    def kept_array(
+        self, path: str, windows: Sequence[tuple[int, int]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> NDArray[Any]:
+        """An array of the store, read in windows of rows and kept in the mirror; memory-mapped if it is there."""
+        directory, found = self.mirror_directory, None
+        if directory is not None and shape[0]:
+            found = load_array(directory, path, shape=shape, dtype=dtype)
+            if found is None and not self.offline:
+                read = (self.window(path, first, stop) for first, stop in windows)
+                found = save_array(directory, path, read, shape=shape, dtype=dtype)
+        if found is None:
+            found = np.empty(shape, dtype)
+            for first, stop in windows:
+                found[first:stop] = self.window(path, first, stop)
+        return found
 
     def mirror(self, matrix: MatrixLayout, genes: ChosenGenes | None = None) -> Mirror | None:
         """The mirror of a matrix, or of these genes of it, opened once per process. None without a usable cache."""

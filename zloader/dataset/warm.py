@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.dataset import Dataset, require_dataset
-from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_reader import MatrixReader
@@ -91,9 +91,6 @@ def warm(
     unmirrored = next((part for part in parts if part.mirror is None and part.matrix.values.n_elements), None)
     if unmirrored is not None:
         raise OptionError(f"cannot fill the mirror of {unmirrored.url}: it cannot be used (see the warning)")
-    for part in parts:
-        if isinstance(part.indptr, PagedOffsets):
-            part.indptr.load_all()
     dataset.observations.cache_all()
     for name in ("X", *x):
         dataset.matrices.var_of(name)  # reading the frame writes it to the cache
@@ -133,7 +130,7 @@ async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters
                 finally:
                     in_flight.release()
 
-            for reader, window in (pair for reader in readers for pair in _windows(reader)):
+            for reader, window in itertools.chain.from_iterable(map(_windows, readers)):
                 await in_flight.acquire()
                 group.create_task(fill(reader, window))
 

@@ -22,11 +22,12 @@ from zloader.dataset.store import OpenedStore
 from zloader.insight.summary import stored_bytes
 from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put
-from zloader.reading.read_plan import ReadPlanner, planner_of, share_of
+from zloader.reading.read_plan import FillPlanner, ReadPlanner, planner_of, share_of
 from zloader.reading.shard_indexes import ShardIndexes
 from zloader.selecting.groups import shares
-from zloader.storage.layout import ArrayLayout, MatrixLayout, RowOffsets, chunks_of, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, RowOffsets, chunks_of, distinct, total_bytes
 from zloader.storage.placement import ObjectIndex
+from zloader.storage.row_blocks import RowForm
 
 MOST_FETCHES = 256  # a longer epoch is sampled
 SAMPLED_FETCHES = 4  # a few are enough, because each has hundreds of blocks from all over the dataset
@@ -53,7 +54,7 @@ class EpochCost:
 class EpochCosts:
     """The cost of an epoch without a mirror, and of the first epoch that fills one. Later epochs read nothing.
 
-    The mirror is one of chunks. A compact one reads blocks of rows, and the chunks at their ends with both neighbours.
+    The mirror takes blocks of rows, and the chunks at the ends of a run of blocks are read with both of its neighbours.
     """
 
     unmirrored: EpochCost
@@ -87,18 +88,22 @@ def epoch_costs(
         if store.transposing_bytes(matrix):
             continue
         of_matrix = [store.rows_in(matrix.path, rows) for rows in fetches]
-        steps = list(_chunks_by_array(matrix, store.offsets(matrix), of_matrix))
-        for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
-            planner = planner_of(array, options, store.object_sizes(), sweeping=share_of(plan.swept_rows, store.n_obs))
-            shards = planner.shards(np.concatenate([np.empty(0, np.int64), *wanted]))
-            indexes = read_indexes(store, array, shards, options)
-            every.add(planner, wanted, indexes, into_mirror=False)
-            first.add(planner, _unseen(planner, wanted), indexes, into_mirror=True)
-            # In a sampled epoch, the other fetches need the other shards, too.
-            if size := array.placement.index_bytes:
-                needed = indexes if exact else range(array.n_shards)
-                n_indexes = sum(array.shard_key(shard) in store.objects for shard in needed)
-                for count in (every, first):
+        sizes, form = store.object_sizes(), RowForm.of(matrix, None, compact=False)
+        fill = FillPlanner.of(matrix, form, options, sizes, sweeping=share_of(plan.swept_rows, store.n_obs))
+        filled = [
+            form.rows_of(batch) for batch in _unseen(fill, [distinct(rows // form.block_rows) for rows in of_matrix])
+        ]
+        for count, of_reads in ((every, of_matrix), (first, filled)):
+            steps = list(_chunks_by_array(matrix, store.offsets(matrix), of_reads))
+            for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
+                planner = planner_of(array, options)
+                shards = planner.shards(np.concatenate([np.empty(0, np.int64), *wanted]))
+                indexes = read_indexes(store, array, shards, options)
+                count.add(planner, wanted, indexes)
+                # In a sampled epoch, the other fetches need the other shards, too.
+                if size := array.placement.index_bytes:
+                    needed = indexes if exact else range(array.n_shards)
+                    n_indexes = sum(array.shard_key(shard) in store.objects for shard in needed)
                     count.index_gets += n_indexes
                     count.index_bytes += n_indexes * size
     if exact:
@@ -133,20 +138,21 @@ def _chunks_by_array(
         yield [chunks_of(starts, stops, array) for array in matrix.arrays]
 
 
-def _unseen(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[Rows]:
-    """The chunks that each fetch reads when a mirror keeps those of the fetches before it."""
+def _unseen(planner: FillPlanner, wanted: Sequence[Rows]) -> list[Rows]:
+    """The blocks that are read together when a mirror keeps those of the fetches before."""
     seen = np.zeros(planner.layout.n_chunks, bool)
-    unseen = []
-    for turn, chunks in enumerate(wanted):
-        unseen.append(chunks_to_read(planner, chunks, seen, first_fetch=not turn))
-        seen[unseen[-1]] = True
+    unseen: list[Rows] = []
+    for turn, blocks in enumerate(wanted):
+        missing = blocks_to_read(planner, blocks, seen, first_fetch=not turn)
+        unseen += planner.batches(missing)
+        seen[missing] = True
     return unseen
 
 
-def chunks_to_read(planner: ReadPlanner, chunks: Rows, held: NDArray[np.bool_], *, first_fetch: bool = False) -> Rows:
-    """The chunks that a fetch of `chunks` reads into a mirror that has those of `held`, of all chunks of the array."""
-    # As in ArrayReader.fill_mirror, a fetch that finds all its chunks reads nothing around them.
-    planned = chunks if held[chunks].all() else planner.chunks_to_mirror(chunks, first_fetch=first_fetch)
+def blocks_to_read(planner: FillPlanner, blocks: Rows, held: NDArray[np.bool_], *, first_fetch: bool = False) -> Rows:
+    """The blocks that a fetch of `blocks` reads into a mirror that has those of `held`, of all blocks of the matrix."""
+    # As in MatrixReader.fill_mirror, a fetch that finds all its blocks reads nothing around them.
+    planned = blocks if held[blocks].all() else planner.to_fill(blocks, first_fetch=first_fetch)
     return planned[~held[planned]]
 
 
@@ -157,10 +163,10 @@ class _Count:
     index_gets: int = 0
     index_bytes: int = 0
 
-    def add(self, planner: ReadPlanner, wanted: Sequence[Rows], indexes: Indexes, *, into_mirror: bool) -> None:
-        """Counts the reads for the chunks of each fetch."""
+    def add(self, planner: ReadPlanner, wanted: Sequence[Rows], indexes: Indexes) -> None:
+        """Counts the reads for chunks that are read together."""
         for chunks in wanted:
-            spans, _ = planner.spans(chunks, indexes, into_mirror=into_mirror)
+            spans, _ = planner.spans(chunks, indexes)
             self.gets += len(spans)
             self.n_bytes += total_bytes(spans)
 

@@ -28,7 +28,7 @@ from zloader.reading.reader import ArrayReader, ChunkReads, Corrupt, Needed, Sto
 from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, code_blocks, views_of
-from zloader.storage.layout import MatrixLayout, RowOffsets, expand, runs_of
+from zloader.storage.layout import MatrixLayout, RowOffsets, runs_of
 from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm
 
 # Decoded bytes that a thread holds on their way to the mirror. Memory that is used again costs no page faults. Rows of
@@ -96,10 +96,8 @@ class MatrixReader:
         itemsizes = sum(array.dtype.itemsize for array in matrix.arrays)
         self.kept_bytes = 2 if mirror is not None and (mirror.form.coded or self._keeps_chosen) else itemsizes
         if mirror is not None:
-            self._planner = FillPlanner.of(
-                matrix, mirror.layout, mirror.form.block_bytes, resources.options, resources.object_sizes,
-                sweeping=resources.sweeping,
-            )  # fmt: skip
+            sizes, sweeping = resources.object_sizes, resources.sweeping
+            self._planner = FillPlanner.of(matrix, mirror.form, resources.options, sizes, sweeping=sweeping)
 
     @property
     def _keeps_chosen(self) -> bool:
@@ -238,7 +236,7 @@ class MatrixReader:
                 if not mirror.writable:
                     return
                 if self._whole is not None and not len(
-                    await self._missing(self._whole, self._whole.blocks(self._rows_of(mirror, some)))
+                    await self._missing(self._whole, self._whole.blocks(mirror.form.rows_of(some)))
                 ):
                     group.create_task(self._fill_from_whole(mirror, self._whole, some))
                     continue
@@ -246,13 +244,9 @@ class MatrixReader:
                 await self._resources.in_flight.acquire(batch.n_bytes, turn)
                 group.create_task(self._fill_batch(mirror, batch, turn))
 
-    def _rows_of(self, mirror: RowsFile, blocks: Rows) -> Rows:
-        firsts = blocks * mirror.form.block_rows
-        return expand(firsts, np.minimum(firsts + mirror.form.block_rows, self._matrix.n_rows) - firsts)
-
     async def _batch(self, mirror: RowsFile, blocks: Rows, turn: int) -> _Batch:
         """The reads for some blocks."""
-        rows = self._rows_of(mirror, blocks)
+        rows = mirror.form.rows_of(blocks)
         if isinstance(self._indptr, np.ndarray | None):
             starts, stops = self._matrix.elements_of(rows, self._indptr)
         else:  # may read from the store
@@ -324,7 +318,7 @@ class MatrixReader:
     def _keep_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:
         """Packs and writes blocks of the chosen genes, from rows with all genes, on this thread."""
         for some in self._stretches(mirror, blocks):
-            rows = self._of_kept(whole.rows(self._rows_of(mirror, blocks[some])), slice(None))
+            rows = self._of_kept(whole.rows(mirror.form.rows_of(blocks[some])), slice(None))
             self._put(mirror, blocks[some], rows.decoded(self._matrix.n_genes))
 
     def _put(self, mirror: RowsFile, blocks: Rows, rows: SourceRows) -> None:

@@ -28,6 +28,7 @@ from zloader.storage.layout import (
     fill_gaps,
 )
 from zloader.storage.placement import ObjectIndex
+from zloader.storage.row_blocks import RowForm
 
 # What costs little to read may cost much to decode: sorted labels shrink to a hundredth. Reads are not extended by more
 # decoded bytes than this for each stored byte of the options.
@@ -85,33 +86,28 @@ class FillPlanner:
     def of(
         cls,
         matrix: MatrixLayout,
-        blocks: ArrayLayout,
-        block_bytes: int,
+        form: RowForm,
         options: FetchOptions,
         object_sizes: Mapping[str, int],
         *,
         sweeping: float,
     ) -> FillPlanner:
-        """`block_bytes` are the decoded bytes of a block of `blocks`; `sweeping` is the share of the rows that is read in
-        one piece.
-        """
-        n_blocks = max(1, blocks.n_chunks)
+        """The planner of a matrix. `sweeping` is the share of its rows that is read in one piece."""
+        n_blocks, decoded = max(1, form.layout.n_chunks), form.block_bytes
         whole = sum(array.chunk_bytes(object_sizes) * array.n_chunks for array in matrix.arrays)
-        stored = max(whole / len(matrix.arrays) / n_blocks, block_bytes / MOST_SHRUNK)
+        stored = max(whole / len(matrix.arrays) / n_blocks, decoded / MOST_SHRUNK)  # of a block, in one array
         # A chunk that holds several blocks is decoded once if they are read together.
         of_chunk = max(-(-n_blocks // max(1, array.n_chunks)) for array in matrix.arrays)
         run = max(1, round(options.least_read_bytes / stored))
-        run = max(run, min(_CHUNKS_OF_RUN * of_chunk, max(1, _RUN_BYTES // block_bytes)))
+        run = max(run, min(_CHUNKS_OF_RUN * of_chunk, max(1, _RUN_BYTES // decoded)))
+        most_stored = min(_BATCH_BYTES, options.in_flight_bytes // 8) / len(matrix.arrays)
         return cls(
-            layout=blocks,
-            run=max(of_chunk, run_of(blocks, -(-run // of_chunk) * of_chunk, sweeping)),
+            layout=form.layout,
+            run=max(of_chunk, run_of(form.layout, -(-run // of_chunk) * of_chunk, sweeping)),
             least=of_chunk,
             gap=int(options.gap_bytes / stored),
-            few=max(1, min(
-                min(_BATCH_BYTES, options.in_flight_bytes // 8) // max(1, int(stored * len(matrix.arrays))),
-                _DECODED_BYTES // block_bytes,
-            )),
-        )  # fmt: skip
+            few=max(1, int(min(most_stored / stored, _DECODED_BYTES / decoded))),
+        )
 
     def to_fill(self, blocks: Rows, *, first_fetch: bool) -> Rows:
         """The blocks to read when a fetch needs `blocks`, including those that are already there.

@@ -159,7 +159,7 @@ def _put_exceptions(rests: NDArray[np.int32], bits: int, out: NDArray[np.uint8])
 
 
 @compiled
-def code_blocks(
+def code_blocks(  # noqa: PLR0913
     genes: NDArray[Any],
     values: NDArray[Any],
     starts: tuple[Rows, Rows],

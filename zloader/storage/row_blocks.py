@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.records import Rows
 from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, Views, most_bytes, views_of
-from zloader.storage.layout import MatrixLayout
+from zloader.storage.layout import ArrayLayout, MatrixLayout, expand
 
 # The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
 # elements and the sum. The last two are known for rows of a panel only.
@@ -73,6 +73,13 @@ class RowForm:
         return self.genes, self.values
 
     @property
+    def layout(self) -> ArrayLayout:
+        """The rows as elements, and the blocks as chunks."""
+        return ArrayLayout.plain(
+            self.name, "uint8", n_elements=self.n_rows, chunk_elements=self.block_rows, chunks_per_shard=1 << 30
+        )
+
+    @property
     def raw_and_coded(self) -> tuple[RowForm, RowForm]:
         """The same rows, raw and coded."""
         return replace(self, coded=False), replace(self, coded=True)
@@ -86,6 +93,11 @@ class RowForm:
     def block_bytes(self) -> int:
         """Decoded bytes of the rows of a block, on average."""
         return max(1, self.decoded_bytes * self.block_rows // max(1, self.n_rows))
+
+    def rows_of(self, blocks: Rows) -> Rows:
+        """All rows of some blocks."""
+        firsts = blocks * self.block_rows
+        return expand(firsts, np.minimum(firsts + self.block_rows, self.n_rows) - firsts)
 
     def most_bytes(self, n_rows: int, n_values: int) -> int:
         """Bytes of some rows in blocks, at most."""
