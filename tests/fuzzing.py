@@ -65,7 +65,7 @@ def random_anndata(rng: np.random.Generator) -> ad.AnnData:
     )
 
 
-FORMS = ["decoded", "compact"]
+FORMS = ["raw", "compact"]
 
 
 class Round:

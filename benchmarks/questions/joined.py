@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--layout", default="csr")
-    parser.add_argument("--form", default="decoded")
+    parser.add_argument("--form", default="raw")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:

@@ -60,7 +60,7 @@ from benchmarks.harness.sides import ReaderFailed, StoreLocation, median_and_ran
 from zloader.common.checks import parse_size
 
 _DISK = "disk"
-_FORMS = ("decoded", "compact")
+_FORMS = ("raw", "compact")
 _DEADLINE_S = 75.0  # for a process that answers nothing
 _PROBED = 1 << 30  # bytes, at most, that a probe of the disk reads
 _PROBES = {  # name: bytes of a read, whether at random, and threads

@@ -122,13 +122,13 @@ CASES = {
     "join, not sorted": Case(stores=UNSORTED, join="outer"),
     "inner join": Case(stores=UNSORTED, join="inner"),
     "join, dense": Case(stores=UNSORTED, join="outer", options=given(layout="dense")),
-    "filling a mirror": Case(form="decoded"),
-    "warm mirror": Case(form="decoded", warm=True),
+    "filling a mirror": Case(form="raw"),
+    "warm mirror": Case(form="raw", warm=True),
     "filling a mirror, compact form": Case(form="compact"),
     "warm mirror, compact form": Case(form="compact", warm=True),
     "2 000 genes, dense, filling a compact mirror": Case(form="compact", options=some_genes(2000)),
     "join, not sorted, filling a compact mirror": Case(stores=UNSORTED, join="outer", form="compact"),
-    "all of these, filling a mirror": all_of_these("decoded"),
+    "all of these, filling a mirror": all_of_these("raw"),
     "all of these, filling a compact mirror": all_of_these("compact"),
 }  # fmt: skip
 

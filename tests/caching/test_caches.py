@@ -37,7 +37,7 @@ ADATA = counts(ROWS, 400, density=0.5, seed=3)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
 
 
-EVERY_FORM = pytest.mark.parametrize("form", ["decoded", "compact"])
+EVERY_FORM = pytest.mark.parametrize("form", ["raw", "compact"])
 
 
 def _convert(adata, dest: Path) -> Path:
@@ -195,7 +195,7 @@ def _run_at_once(interpreter, requests):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("as_ranks", "form"),
-    [(True, "decoded"), (False, "decoded"), (False, "compact")],
+    [(True, "raw"), (False, "raw"), (False, "compact")],
     ids=["ranks", "jobs of their own", "jobs of their own, compact"],
 )
 def test_four_processes_on_one_cold_mirror_read_each_chunk_about_once(
@@ -233,7 +233,7 @@ for minibatch in loader:
 @pytest.mark.parametrize(
     ("form", "minibatches"),
     [
-        *(("decoded", minibatches) for minibatches in (0, 3, 20, 60)),
+        *(("raw", minibatches) for minibatches in (0, 3, 20, 60)),
         *(("compact", minibatches) for minibatches in (3, 20)),
     ],
 )
@@ -403,7 +403,7 @@ def test_a_directory_that_is_deleted_while_in_use_does_no_harm(store, tmp_path, 
     assert _epoch(_loader(store, cache)).rows == ROWS
 
 
-@pytest.mark.parametrize(("form", "max_bytes"), [("decoded", "1.5MB"), ("compact", "1MB")])
+@pytest.mark.parametrize(("form", "max_bytes"), [("raw", "1.5MB"), ("compact", "1MB")])
 def test_warm_caches_whole_rows_if_not_all_fit(store, tmp_path, monkeypatch, form, max_bytes):
     monkeypatch.setattr(sys.modules["zloader.dataset.warm"], "_WINDOW_BYTES", 50_000)
     dataset = zl.open_dataset(store, cache=Cache(tmp_path, max_bytes=max_bytes, form=form))
@@ -432,10 +432,10 @@ def test_cache_statistics(store, tmp_path):
 def test_a_store_can_have_mirrors_of_both_forms(store, tmp_path):
     """They are filled one after the other, and share everything but the chunks."""
     sizes = []
-    for form in ("compact", "decoded"):
+    for form in ("compact", "raw"):
         assert _epoch(_loader(store, Cache(tmp_path, form=form))).gets
         sizes.append(cache_bytes(tmp_path))
-    for form in ("compact", "decoded"):
+    for form in ("compact", "raw"):
         epoch = _epoch(_loader(store, Cache(tmp_path, form=form)))
         assert (epoch.gets, epoch.chunks_decoded) == (0, 0)
         statistics = zl.open_dataset(store, cache=Cache(tmp_path, form=form)).cache_statistics()
@@ -586,7 +586,7 @@ import sys
 from IPython.core.interactiveshell import InteractiveShell
 import zloader as zl
 kept = []
-for form in ("decoded", "compact"):
+for form in ("raw", "compact"):
     dataset = zl.open_dataset(sys.argv[1], cache=zl.Cache(f"{sys.argv[2]}/{form}", form=form))
     whole, begun, never = (zl.Loader(dataset, batch_size=64, obs=["cell_type"]) for _ in range(3))
     kept += [dataset, dataset[:100], never, list(whole), next(minibatches := iter(begun)), minibatches]

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.caching.directory import cache_bytes, drop, mirrors
 from zloader.caching.inspection import inspect_mirror, verify
-from zloader.caching.row_blocks import RowForm
+from zloader.storage.row_blocks import RowForm
 from zloader.common.errors import CorruptChunkError
 
 pytestmark = pytest.mark.any_version
@@ -66,8 +66,17 @@ def store(folder) -> Path:
     return folder / "a.zarr"
 
 
+FORM = ["raw"]
+
+
+@pytest.fixture(autouse=True, params=["raw", "compact"])
+def form(request) -> str:
+    FORM[0] = request.param
+    return str(request.param)
+
+
 def compact(directory: Path, **options: Any) -> zl.Cache:
-    return zl.Cache(directory, form="compact", **options)
+    return zl.Cache(directory, form=FORM[0], **options)
 
 
 def opened(url, cache=None, **options: Any) -> zl.Dataset:

@@ -92,7 +92,7 @@ def rows_are_right(path: Path, cache: Path | zl.Cache | None = None, adata: ad.A
 
 
 @pytest.mark.every(60)
-@pytest.mark.parametrize("cached", [None, "decoded"])
+@pytest.mark.parametrize("cached", [None, "raw"])
 @pytest.mark.parametrize("chunks", [(999,), True])
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS.keys())
 def test_every_filter(tmp_path: Path, options: dict[str, Any], chunks: Any, cached: str | None) -> None:

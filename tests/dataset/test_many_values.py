@@ -61,7 +61,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("cached", [None, "decoded"])
+@pytest.mark.parametrize("cached", [None, "raw"])
 def test_rows_beyond_two_to_the_31_values(large: Path, tmp_path: Path, cached: str | None) -> None:
     other = ad.AnnData(
         scipy.sparse.csr_matrix(np.arange(1, 7, dtype=np.float32).reshape(2, 3)),

@@ -27,7 +27,7 @@ PARTS = {
     "tokens": zl.tokenizers.ScGPT(TOKENS, max_length=12),
 }
 SIZES = {"batch_size": 16, "fetch_factor": 2, "sampling": zl.BlockShuffling(4)}
-CACHES = {"no mirror": None, "decoded": {}}
+CACHES = {"no mirror": None, "raw": {}}
 
 
 @pytest.fixture(scope="module")

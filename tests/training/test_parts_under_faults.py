@@ -61,7 +61,7 @@ def extras(minibatch: zl.Minibatch) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["decoded", None])
+@pytest.mark.parametrize("form", ["raw", None])
 @pytest.mark.parametrize("parts", PARTS)
 def test_the_epoch_is_the_same_or_raises(bucket, sim, tmp_path, parts, form):
     def cache(name: str) -> zl.Cache | None:
