@@ -44,11 +44,6 @@ def views_of(content: NDArray[np.uint8], genes: np.dtype[Any], values: np.dtype[
     return content, whole.view(genes), whole.view(values)
 
 
-def most_bytes(n_rows: Any, n_values: Any, itemsizes: int) -> Any:
-    """An upper bound of the bytes of a block. `itemsizes` are the bytes of a gene and a value. A multiple of 64."""
-    return -(-(n_rows * (ENTRY_BYTES + HEAD_BYTES + 3 * ALIGNED) + n_values * itemsizes + ALIGNED) // 64) * 64
-
-
 def likely_bytes(
     n_rows: int, n_values: int, n_genes: int, dtypes: tuple[np.dtype[Any], np.dtype[Any]]
 ) -> tuple[int, bool]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.records import Rows
-from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, Views, most_bytes, views_of
+from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, Views, views_of
 from zloader.storage.layout import ArrayLayout, MatrixLayout, expand
 
 # The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
@@ -101,10 +101,11 @@ class RowForm:
 
     def most_bytes(self, n_rows: int, n_values: int) -> int:
         """Bytes of some rows in blocks, at most."""
+        n_blocks = -(-n_rows // self.block_rows)
         if self.genes is None:
-            return n_rows * self.row_bytes
-        blocks = 1 + n_rows // self.block_rows
-        return int(most_bytes(n_rows, n_values, self.genes.itemsize + self.values.itemsize)) + blocks * 64
+            return n_rows * self.row_bytes + n_blocks * ALIGNED
+        tables = n_blocks * self.block_rows * ENTRY_BYTES
+        return tables + n_rows * (HEAD_BYTES + 3 * ALIGNED) + n_values * (self.genes.itemsize + self.values.itemsize) + 64
 
     def places_in_rows(self, starts: Rows, lengths: Rows) -> tuple[Rows, Rows, Rows]:
         """Where genes and values of raw rows begin, and where the rows end, from where they begin. In bytes."""
