@@ -131,8 +131,8 @@ class _Check:
             self.problems.append(f"{path.name} is not a regular file, but has the name of a cached one: remove it")
         for path in files["index"]:
             self._check_rows(path)
-        self._check_whole(files["array"], is_whole)
-        self._check_whole(files["kept"], lambda path: read_checked(path) is not None)
+        self._check_whole(files["array"], is_whole, array_bytes)
+        self._check_whole(files["kept"], lambda path: read_checked(path) is not None, _size)
         VerifiedMarks(directory).record(path for path in self._verified if path.exists())
 
     def _check_rows(self, path: Path) -> None:
@@ -182,7 +182,11 @@ class _Check:
             index.mark_absent(first + block, int(words[block]))
         return np.asarray(first + differing)
 
-    def _check_whole(self, paths: Sequence[Path], is_valid: Callable[[Path], bool]) -> None:
+    def _check_whole(
+        self, paths: Sequence[Path], is_valid: Callable[[Path], bool], size_of: Callable[[Path], int]
+    ) -> None:
+        """Checks files that are whole or absent, of which so many bytes count as verified; deletes damaged ones."""
+
         def check(path: Path) -> bool:
             try:
                 return is_valid(path)
@@ -191,7 +195,7 @@ class _Check:
             except OSError:
                 return False
 
-        for path, size, valid in zip(paths, map(_size, paths), self._threads.map(check, paths), strict=True):
+        for path, size, valid in zip(paths, map(size_of, paths), self._threads.map(check, paths), strict=True):
             self._on_bytes(size)
             if not valid:
                 path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A compact cache gives what the store gives, in all bits: cold, warm, offline, damaged, full, shared and killed."""
+"""A cache, raw or compact, gives what the store gives, in all bits: cold, warm, offline, damaged, full, shared and killed."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from zloader.storage.row_blocks import RowForm
 from zloader.common.errors import CorruptChunkError
 
 pytestmark = pytest.mark.any_version
+
+HEADER = 11  # words of an index
 
 N_ROWS, N_GENES = 300, 60
 SIZES: dict[str, Any] = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(4), "seed": 3}
@@ -69,7 +71,7 @@ def store(folder) -> Path:
 FORM = ["raw"]
 
 
-@pytest.fixture(autouse=True, params=["raw", "compact"])
+@pytest.fixture(autouse=True, scope="module", params=["raw", "compact"])
 def form(request) -> str:
     FORM[0] = request.param
     return str(request.param)
@@ -126,7 +128,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory) -> Path:
+def shared_cache(form, tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("shared")
 
 
@@ -135,8 +137,7 @@ def shared_cache(tmp_path_factory) -> Path:
 def test_epochs_are_those_without_a_cache(store, tmp_path, choice):
     check_epochs(opened(store), opened(store, compact(tmp_path)), **CHOICES[choice])
     files = files_of(tmp_path, "rows")
-    coded = choice not in ("a dense matrix", "genes of a dense matrix")
-    assert len(files) == (0 if not coded else 2 if choice == "two matrices" else 1)
+    assert len(files) == (2 if choice == "two matrices" else 1)
 
 
 @pytest.mark.slow
@@ -351,19 +352,19 @@ def test_little_memory_and_one_thread_are_enough(store, tmp_path):
         check_epochs(opened(store), opened(store, compact(tmp_path)), genes=genes, options=options)
 
 
-def test_chunks_that_another_form_keeps_are_used(store, tmp_path):
-    list(zl.Loader(opened(store, tmp_path), **SIZES))
-    loader = loader_of(opened(store, compact(tmp_path)), genes=SOME)
-    assert_same_minibatches(loader, loader_of(opened(store), genes=SOME))
-    assert loader.statistics().gets == 0
-    assert files_of(tmp_path, "rows")
+def test_rows_of_the_other_form_are_used(store, tmp_path, form):
+    other = zl.Cache(tmp_path, form="raw" if form == "compact" else "compact")
+    list(zl.Loader(opened(store, other)[: N_ROWS // 2], **SIZES))
+    for genes in (None, SOME):
+        check_epochs(opened(store), opened(store, compact(tmp_path)), genes=genes)
+    assert len(files_of(tmp_path, "rows")) == 2
 
 
 _FILLS = """
 import json, os, sys
 import zloader as zl
-store, cache, genes = json.loads(sys.argv[1])
-dataset = zl.open_dataset(store, cache=zl.Cache(cache, form="compact"))
+store, cache, genes, form = json.loads(sys.argv[1])
+dataset = zl.open_dataset(store, cache=zl.Cache(cache, form=form))
 options = zl.FetchOptions(least_read_bytes=1, prefetch=1, gap_bytes=0)
 dataset = dataset if genes is None else dataset[:, genes]
 loader = zl.Loader(dataset, batch_size=8, fetch_factor=1, sampling=zl.BlockShuffling(4), options=options)
@@ -378,7 +379,7 @@ for minibatch in loader:
 def test_a_process_killed_while_filling_leaves_right_values_and_blocks_nobody(
     interpreter, store, tmp_path, minibatches, genes
 ):
-    with interpreter.running(_FILLS, json.dumps([str(store), str(tmp_path), genes])) as process:
+    with interpreter.running(_FILLS, json.dumps([str(store), str(tmp_path), genes, FORM[0]])) as process:
         for _ in range(minibatches):
             assert process.stdout.read(1) == "."
             process.stdin.write("x")
@@ -395,7 +396,7 @@ def test_a_process_killed_while_filling_leaves_right_values_and_blocks_nobody(
 
 
 @pytest.fixture(scope="module", params=[None, SOME], ids=["whole rows", "panel"])
-def full(request, store, tmp_path_factory):
+def full(request, form, store, tmp_path_factory):
     """A full cache, and the genes that it has."""
     cache = tmp_path_factory.mktemp("full")
     dataset = opened(store, compact(cache))
@@ -411,14 +412,18 @@ def copied(full, tmp_path):
 
 def held(cache: Path) -> dict[str, int]:
     (mirror,) = mirrors(cache)
-    return {name: array.chunks_held for name, array in inspect_mirror(mirror).arrays.items() if name.endswith("(rows)")}
+    return {
+        name: array.chunks_held
+        for name, array in inspect_mirror(mirror).arrays.items()
+        if name.startswith("X") and "indptr" not in name
+    }
 
 
 def present_blocks(cache: Path) -> list[tuple[int, int]]:
     """The first byte of each block, and the byte after its last."""
-    (path,) = files_of(cache, "blocks")
-    words = np.fromfile(path, "<u8")[8:].reshape(3, -1)
-    return list(zip(words[1].tolist(), (words[1] + words[2]).tolist(), strict=True))
+    (path,) = files_of(cache, "index")
+    offsets, words = np.fromfile(path, "<u8")[HEADER:].reshape(-1, 2).T
+    return list(zip(offsets.tolist(), (offsets + (words >> 32) * 8).tolist(), strict=True))
 
 
 def flip(path: Path, at: int, change: int = 1) -> None:
@@ -462,24 +467,24 @@ def test_verify_finds_any_flipped_byte(full, tmp_path_factory, share, block, cha
     flip(rows, begin + int(share * (end - begin)), change)
     (mirror,) = mirrors(cache)
     (problem,) = verify(mirror.directory)
-    assert problem.endswith(f"(rows): chunk {block} differs from its checksum")
+    assert problem.endswith(f": block {block} differs from its checksum")
     assert sum(held(cache).values()) == len(blocks) - 1
     assert verify(mirror.directory) == []
 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("share", [0, 0.3, 0.99])
-@pytest.mark.parametrize("suffix", ["rows", "blocks"])
+@pytest.mark.parametrize("suffix", ["rows", "index"])
 def test_truncated_files(store, copied, suffix, share):
     cache, genes = copied
     (path,) = files_of(cache, suffix)
-    end = path.stat().st_size if suffix == "blocks" else present_blocks(cache)[-1][1]
+    end = path.stat().st_size if suffix == "index" else max(end for _, end in present_blocks(cache))
     os.truncate(path, int(share * end))
     check_after_damage(store, cache, genes)
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("suffix", ["rows", "blocks"])
+@pytest.mark.parametrize("suffix", ["rows", "index"])
 def test_deleted_files(store, copied, suffix):
     cache, genes = copied
     files_of(cache, suffix)[0].unlink()
@@ -487,12 +492,11 @@ def test_deleted_files(store, copied, suffix):
 
 
 @pytest.mark.every(6)
-@pytest.mark.parametrize("word", [0, 7, 8, "offset", "size"])
-def test_a_damaged_sidecar(store, copied, word):
-    """In the header, the word of a block, its offset, or its size, which may then be anywhere."""
+@pytest.mark.parametrize("word", [0, HEADER - 1, HEADER, HEADER + 1])
+def test_a_damaged_index(store, copied, word):
+    """In the header, the first byte of a block, which may then be anywhere, or its size and checksum."""
     cache, genes = copied
-    (path,), n_blocks = files_of(cache, "blocks"), len(present_blocks(cache))
-    word = {"offset": 8 + n_blocks, "size": 8 + 2 * n_blocks}.get(word, word)
+    (path,) = files_of(cache, "index")
     for byte in (0, 4, 7):
         flip(path, 8 * word + byte, 0x81)
     (mirror,) = mirrors(cache)
@@ -503,10 +507,10 @@ def test_a_damaged_sidecar(store, copied, word):
 def test_blocks_of_another_panel_are_not_taken(store, copied):
     """A renamed file belongs to another array."""
     cache, genes = copied
-    (rows,), (blocks,) = files_of(cache, "rows"), files_of(cache, "blocks")
+    (rows,), (blocks,) = files_of(cache, "rows"), files_of(cache, "index")
     loader = loader_of(opened(store, compact(cache)), genes=REVERSED)
     next(iter(loader))
-    for path, suffix in ((rows, "rows"), (blocks, "blocks")):
+    for path, suffix in ((rows, "rows"), (blocks, "index")):
         (other,) = set(files_of(cache, suffix)) - {path}
         other.write_bytes(path.read_bytes())
     check = loader_of(opened(store, compact(cache)), genes=REVERSED)
@@ -547,8 +551,8 @@ def test_a_small_cache_keeps_its_limit_and_values_are_right(store, tmp_path, mos
 _SHARES = """
 import json, sys
 import zloader as zl
-store, cache, genes, most = json.loads(sys.argv[1])
-dataset = zl.open_dataset(store, cache=zl.Cache(cache, form="compact", max_bytes=most))
+store, cache, genes, most, form = json.loads(sys.argv[1])
+dataset = zl.open_dataset(store, cache=zl.Cache(cache, form=form, max_bytes=most))
 for _ in range(2):
     rows, loader = {}, zl.Loader(dataset[:, genes], batch_size=16, fetch_factor=4, layout="dense")
     for minibatch in loader:
@@ -561,7 +565,7 @@ print(json.dumps([rows[row] for row in sorted(rows)]))
 @pytest.mark.parametrize("most", [340_000, 10_000_000])
 def test_processes_with_two_panels_share_one_limit(interpreter, store, tmp_path, most):
     panels = [SOME, REVERSED[::2]]
-    arguments = [json.dumps([str(store), str(tmp_path), genes, most]) for genes in panels]
+    arguments = [json.dumps([str(store), str(tmp_path), genes, most, FORM[0]]) for genes in panels]
     with interpreter.running(_SHARES, arguments[0]) as one, interpreter.running(_SHARES, arguments[1]) as other:
         for genes, process in zip(panels, (one, other), strict=True):
             out, errors = process.communicate()
@@ -598,8 +602,10 @@ def test_a_mirror_is_inspected_and_verified(full):
     cache, genes = full
     (mirror,) = mirrors(cache)
     inspected = inspect_mirror(mirror)
-    ((name, rows),) = ((name, array) for name, array in inspected.arrays.items() if name.endswith("(rows)"))
-    assert name == "X (rows)" if genes is None else name.startswith("X/panel ")
+    ((name, rows),) = (
+        (name, array) for name, array in inspected.arrays.items() if name.startswith("X") and "indptr" not in name
+    )
+    assert name == "X" if genes is None else name.startswith("X/panel ")
     assert rows.chunks_held == rows.chunks == len(present_blocks(cache))
     assert rows.bytes_held == rows.bytes_in_all
     seen = []
@@ -629,5 +635,5 @@ def test_a_mirror_that_is_not_in_use_makes_room(store, tmp_path):
 
 def test_only_sparse_matrices_are_coded(store):
     dataset = opened(store).store
-    forms = [RowForm.of(dataset.matrix(name), None) for name in ("X", "layers/halves", "layers/dense")]
-    assert [form is None for form in forms] == [False, False, True]
+    forms = [RowForm.of(dataset.matrix(name), None, compact=True) for name in ("X", "layers/halves", "layers/dense")]
+    assert [form.coded for form in forms] == [True, True, False]
