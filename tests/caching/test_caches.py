@@ -23,12 +23,12 @@ import zloader as zl
 from zloader.caching.directory import MirrorDirectory, cache_bytes, drop, mirrors
 from zloader.caching.inspection import inspect_mirror
 from zloader.caching.leases import Leases
-from zloader.caching.mirror import MirrorArray
+from zloader.caching.rows_file import RowsFile
 from zloader.common.errors import CacheError, OptionError, ReadError
 from zloader.common.options import Cache
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.dataset.warm import warm
-from zloader.storage.layout import ArrayLayout
+from zloader.storage.row_blocks import RowForm
 
 pytestmark = pytest.mark.any_version
 
@@ -88,7 +88,9 @@ def _stored(store: Path) -> int:
 
 # ---- leases
 
-LAYOUT = ArrayLayout.plain("X/data", "<u2", n_elements=1000, chunk_elements=10, chunks_per_shard=100)
+KEPT = RowForm(
+    name="X", n_rows=1000, block_rows=10, genes=None, values=np.dtype("<u2"), width=4, coded=False, decoded_bytes=8000
+)
 SOME = np.arange(3, 9)
 
 
@@ -106,7 +108,7 @@ def test_only_leases_of_live_owners_are_alive(tmp_path):
 
 
 def test_leased_chunks_are_not_leased_twice(tmp_path):
-    mirrors = [MirrorArray(_directory(tmp_path), LAYOUT) for _ in range(2)]
+    mirrors = [RowsFile(_directory(tmp_path), KEPT) for _ in range(2)]
     first, second = (Leases(_directory(tmp_path).path) for _ in range(2))
     mine, others = mirrors[0].acquire(SOME, first)
     assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
@@ -114,7 +116,7 @@ def test_leased_chunks_are_not_leased_twice(tmp_path):
     assert (mine.tolist(), others.tolist()) == ([9, 10, 11], [6, 7, 8])
     mine, others = mirrors[0].acquire(SOME, first)  # another load of the same epoch
     assert (mine.tolist(), others.tolist()) == ([], SOME.tolist())
-    mirrors[0].put(3, np.arange(10, dtype="<u2"))
+    mirrors[0].put(np.array([3]), np.array([80]), np.arange(80, dtype="u1"))
     mirrors[0].release(SOME, first)
     mine, others = mirrors[1].acquire(SOME, second)
     assert (mine.tolist(), others.tolist()) == ([4, 5, 6, 7, 8], [])  # 3 is present
@@ -122,7 +124,7 @@ def test_leased_chunks_are_not_leased_twice(tmp_path):
 
 
 def test_leases_expire_with_their_owner(tmp_path):
-    mirror = MirrorArray(_directory(tmp_path), LAYOUT)
+    mirror = RowsFile(_directory(tmp_path), KEPT)
     first, second = (Leases(_directory(tmp_path).path) for _ in range(2))
     mirror.acquire(SOME, first)
     first.close()
@@ -135,12 +137,12 @@ import pickle, sys
 import numpy as np
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
-from zloader.caching.mirror import MirrorArray
+from zloader.caching.rows_file import RowsFile
 from zloader.common.options import Cache
-layout = pickle.loads(bytes.fromhex(sys.argv[2]))
+form = pickle.loads(bytes.fromhex(sys.argv[2]))
 directory = MirrorDirectory(Cache(directory=sys.argv[1]), "f" * 32, "store")
 leases = Leases(directory.path)
-MirrorArray(directory, layout).acquire(np.arange(3, 9), leases)
+RowsFile(directory, form).acquire(np.arange(3, 9), leases)
 print("leased", flush=True)
 sys.stdin.read()
 """
@@ -148,10 +150,10 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_leases_of_a_killed_process_expire(interpreter, tmp_path):
-    layout = pickle.dumps(LAYOUT).hex()
+    layout = pickle.dumps(KEPT).hex()
     with interpreter.running(_LEASES, tmp_path, layout) as process:
         assert process.stdout.readline() == "leased\n"
-        mirror, leases = MirrorArray(_directory(tmp_path), LAYOUT), Leases(_directory(tmp_path).path)
+        mirror, leases = RowsFile(_directory(tmp_path), KEPT), Leases(_directory(tmp_path).path)
         mine, others = mirror.acquire(SOME, leases)
         assert (mine.tolist(), others.tolist()) == ([], SOME.tolist())
         process.kill()

@@ -94,7 +94,7 @@ def test_order_and_states_are_those_of_the_converted_store(tmp_path: Path) -> No
     assert zl.verify(tmp_path / "a.zarr", against=path).ok
 
 
-@pytest.mark.parametrize("form", ["decoded", "compact"])
+@pytest.mark.parametrize("form", ["raw", "compact"])
 def test_a_mirror_saves_transposing_again(tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture) -> None:
     adata = columns()
     cache = zl.Cache(tmp_path / "cache", form=form)

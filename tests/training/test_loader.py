@@ -195,7 +195,7 @@ def test_a_mirror_that_holds_a_part_and_takes_no_more(store, tmp_path):
     """As on a full disk: chunks in the mirror come from there, the rest from the store."""
     dataset = zl.open_dataset(store, cache=tmp_path / "cache")
     dataset.take([3, 100, 250, 251, 400])
-    for mirror in dataset.stores[0].mirror(dataset.store.matrix("X")).arrays.values():
+    for mirror in [dataset.store.mirror(dataset.store.matrix("X")).rows]:
         mirror.writable = False
     sizes = {"batch_size": 16, "fetch_factor": 2, "sampling": zl.BlockShuffling(4), "obs": OBS}
     loader = zl.Loader(dataset, **sizes)
