@@ -13,21 +13,23 @@ import pytest
 from helpers import PATIENCE_S, check_minibatch, counts, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_mirror import _layout, _truth
 
 import zloader as zl
-from zloader.caching.checksums import Sidecar
 from zloader.caching.directory import MirrorDirectory, MirrorEntry, VerifiedMarks, drop, mirrors
 from zloader.caching.inspection import MirrorInspection, inspect_mirror, verify
+from zloader.caching.kept_arrays import save_array
 from zloader.caching.leases import Leases
-from zloader.caching.mirror import MirrorArray, save_column
+from zloader.caching.rows_file import RowsFile, RowsIndex
 from zloader.common.options import Cache
+from zloader.storage.row_blocks import RowForm
 
 pytestmark = pytest.mark.any_version
 
 ROWS = 400
 ADATA = counts(ROWS, 150, seed=4)
-VALUES, GENES = "X%2Fdata", "X%2Findices"
+CODES = "obs%2Fcell_type%2Fcodes.array"
+HEADER = 8 * 11  # bytes of an index
+OTHERS = {"X/indptr", "obs/cell_type/codes"}  # arrays beside the matrix
 
 
 def loader_of(store: Path, cache: Path, **options: int) -> zl.Loader:
@@ -103,10 +105,29 @@ def copy(whole, store, tmp_path) -> Copy:
     return Copy(tmp_path / "cache", store)
 
 
-def chunk_bytes(copy: Copy, name: str) -> int:
-    file = copy.file(f"{name}.sums")
-    with file.open("rb") as opened:
-        return int(next(Sidecar(file, opened.fileno()).windows()).stops[0])
+def places_of(copy: Copy) -> list[tuple[int, int]]:
+    """The first byte of each block of X, and the byte after its last."""
+    with copy.file("X.index").open("rb") as file:
+        ((_, starts, words),) = RowsIndex.read(copy.file("X.index"), file.fileno()).windows()
+    return list(zip(starts.tolist(), (starts + (words >> 32).astype(np.int64) * 8).tolist(), strict=True))
+
+
+def dense_rows(directory: MirrorDirectory, *, n_rows: int, block_rows: int, width: int) -> RowsFile:
+    form = RowForm(
+        name="X",
+        n_rows=n_rows,
+        block_rows=block_rows,
+        genes=None,
+        values=np.dtype(np.uint8),
+        width=width,
+        coded=False,
+        decoded_bytes=n_rows * width,
+    )
+    return RowsFile(directory, form)
+
+
+def put(file: RowsFile, block: int, n_bytes: int) -> None:
+    file.put(np.array([block]), np.array([n_bytes]), np.resize(np.arange(251, dtype=np.uint8), n_bytes))
 
 
 # ---- inspection
@@ -114,36 +135,36 @@ def chunk_bytes(copy: Copy, name: str) -> int:
 
 @pytest.mark.parametrize("fetches", [0, 1, 2, None])
 def test_the_inspection_agrees_with_the_mirror(store, tmp_path, fetches):
-    loader = loader_of(store, tmp_path, ready_bytes=1, prefetch=1)  # so that it cannot run far ahead
+    loader = loader_of(store, tmp_path, ready_bytes=1, prefetch=1, gap_bytes=0, least_read_bytes=1)  # not far ahead
     for number, _ in enumerate(loader):
         if fetches is not None and number + 1 >= 2 * fetches:
             break
     (entry,) = mirrors(tmp_path)
     seen = inspect_mirror(entry)
-    mirror = loader.dataset.store.mirror(loader.dataset.store.matrix("X"))
-    assert mirror.arrays.keys() == {"X/data", "X/indices"}
-    assert seen.arrays.keys() == {*mirror.arrays, "X/indptr", "obs/cell_type/codes"}
-    for name, array in mirror.arrays.items():
-        assert seen.arrays[name].chunks == array.layout.n_chunks
-        assert seen.arrays[name].bytes_in_all == array.elements.nbytes
+    mirror = loader.dataset.store.mirror(loader.dataset.store.matrix("X")).rows
+    if fetches != 0:
+        assert seen.arrays.keys() == {"X", *OTHERS}
+    x = seen.arrays["X"]
+    assert (x.chunks, x.chunks_held) == (mirror.layout.n_chunks, mirror.n_present)
+    assert (x.bytes_in_all, x.bytes_held) == (mirror.bytes_in_all, mirror.present_bytes)
     if fetches is None:
         assert (seen.chunks_held, seen.bytes_held) == (seen.chunks, seen.bytes_in_all)
     else:
         assert seen.chunks_held < seen.chunks
 
 
-def test_a_partial_mirror_with_a_short_last_chunk(tmp_path):
+def test_a_partial_mirror_with_a_short_last_block(tmp_path):
     directory = MirrorDirectory(Cache(directory=tmp_path), "f" * 32, "store")
-    array, truth = MirrorArray(directory, _layout()), _truth(_layout())
+    file = dense_rows(directory, n_rows=95, block_rows=10, width=8)
     (entry,) = mirrors(tmp_path)
     assert inspect_mirror(entry).bytes_held == 0
-    for chunk in (2, 3, 9):
-        array.put(chunk, truth[chunk * 10 : (chunk + 1) * 10])
-        seen = inspect_mirror(entry).arrays["X/data"]
-        assert (seen.chunks_held, seen.bytes_held) == (array.n_present, array.present_bytes)
-    assert (seen.chunks, seen.chunks_held, seen.bytes_in_all, seen.bytes_held) == (10, 3, 190, 50)
-    array.acquire(np.arange(2), owner := Leases(directory.path))
-    assert inspect_mirror(entry).chunks_held == 3, "a leased chunk is not present yet"
+    for block in (2, 3, 9):
+        put(file, block, 40 if block == 9 else 80)
+        seen = inspect_mirror(entry).arrays["X"]
+        assert (seen.chunks_held, seen.bytes_held) == (file.n_present, file.present_bytes)
+    assert (seen.chunks, seen.chunks_held, seen.bytes_held) == (10, 3, 200)
+    file.acquire(np.arange(2), owner := Leases(directory.path))
+    assert inspect_mirror(entry).chunks_held == 3, "a leased block is not present yet"
     assert verify(entry.directory) == []
     owner.close()
 
@@ -152,7 +173,7 @@ def test_columns_and_objects_are_counted(copy):
     seen = inspect_mirror(copy.entry)
     cached = list(copy.directory.glob("*.kept"))
     assert seen.objects == len(cached) > 1
-    assert len(seen.arrays) == len(list(copy.directory.glob("*.flat"))) > 3
+    assert len(seen.arrays) == 1 + len(list(copy.directory.glob("*.array"))) == 3
     assert seen.kept_bytes == sum(path.stat().st_size for path in cached)
 
 
@@ -170,7 +191,7 @@ def test_an_intact_mirror_is_compared_completely_recorded_and_left_unchanged(cop
     (copy.directory / "stale").touch()
     os.utime(copy.file("users"), (1000, 1000))
     before, described = copy.entry, copy.file("mirror.json").read_bytes()
-    files = [path for path in copy.directory.iterdir() if path.suffix in (".flat", ".sums")]
+    files = [path for path in copy.directory.iterdir() if path.suffix in (".rows", ".index", ".array")]
     verified = VerifiedMarks(copy.directory)
     assert not any(verified.contains(path) for path in files), "the copies have other inodes"
     compared = []
@@ -181,134 +202,118 @@ def test_an_intact_mirror_is_compared_completely_recorded_and_left_unchanged(cop
     assert copy.file("mirror.json").read_bytes() == described
 
 
-def test_chunks_larger_than_one_read(tmp_path):
-    layout = _layout(n_elements=40 << 20, chunk_elements=17 << 20, dtype="uint8")
+def test_blocks_larger_than_one_read(tmp_path):
     directory = MirrorDirectory(Cache(directory=tmp_path), "f" * 32, "store")
-    array, truth = MirrorArray(directory, layout), np.resize(np.arange(251, dtype=np.uint8), 40 << 20)
-    for chunk in range(3):
-        array.put(chunk, truth[chunk * (17 << 20) : (chunk + 1) * (17 << 20)])
+    file = dense_rows(directory, n_rows=40, block_rows=17, width=1 << 20)
+    for block, rows in enumerate((17, 17, 6)):
+        put(file, block, rows << 20)
     compared = []
     assert verify(directory.path, compared.append) == []
     assert compared == [17 << 20, 17 << 20, 6 << 20]
-    with (directory.path / "X%2Fdata.flat").open("r+b") as file:
-        file.seek((40 << 20) - 1)
-        file.write(b"\xff")
-    assert verify(directory.path) == ["X/data: chunk 2 differs from its checksum"]
+    with (directory.path / "X.rows").open("r+b") as damaged:
+        damaged.seek((40 << 20) - 1)
+        damaged.write(b"\xff")
+    assert verify(directory.path) == ["X: block 2 differs from its checksum"]
 
 
 # ---- damaged mirrors
 
 
 def test_the_windows_of_an_inspection_do_not_show(copy, monkeypatch):
-    seen, size = inspect_mirror(copy.entry), chunk_bytes(copy, "X%2Fdata")
-    monkeypatch.setattr("zloader.caching.checksums._WINDOW", 2)
+    seen, places = inspect_mirror(copy.entry), places_of(copy)
+    monkeypatch.setattr("zloader.caching.rows_file._WINDOW", 8)
     assert inspect_mirror(copy.entry) == seen
     assert verify(copy.directory) == []
-    copy.flip("X%2Fdata.flat", 3 * size)
-    assert verify(copy.directory) == ["X/data: chunk 3 differs from its checksum"]
+    copy.flip("X.rows", places[11][0])
+    assert verify(copy.directory) == ["X: block 11 differs from its checksum"]
     assert inspect_mirror(copy.entry).chunks_held == seen.chunks_held - 1
     copy.heals()
 
 
 @pytest.mark.slow
 @settings(max_examples=15)
-@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), name=st.sampled_from([VALUES, GENES]))
-def test_a_flipped_bit_is_found_and_only_its_chunk_is_read_again(whole, store, tmp_path_factory, where, bit, name):
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), block=st.integers(0, 12))
+def test_a_flipped_bit_is_found_and_only_its_block_is_read_again(whole, store, tmp_path_factory, where, bit, block):
     copy = Copy(tmp_path_factory.mktemp("flipped") / "cache", store)
     shutil.copytree(whole, copy.cache)
-    at = int(where * copy.file(f"{name}.flat").stat().st_size)
-    copy.flip(f"{name}.flat", at, bit)
-    array, chunk = name.replace("%2F", "/"), at // chunk_bytes(copy, name)
-    other = MirrorArray(
-        MirrorDirectory(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url), layout(store, array)
-    )
-    assert verify(copy.directory) == [f"{array}: chunk {chunk} differs from its checksum"]
+    begin, end = places_of(copy)[block]
+    copy.flip("X.rows", begin + int(where * (end - begin)), bit)
+    mirror = zl.open_dataset(store, cache=copy.cache).store
+    other = mirror.mirror(mirror.matrix("X")).rows
+    assert verify(copy.directory) == [f"X: block {block} differs from its checksum"]
     assert other.n_present == other.layout.n_chunks - 1, "every process that maps the file sees it at once"
     del other
     assert verify(copy.directory) == [], "it is a miss now"
-    assert copy.heals().chunks_decoded == 1
+    copy.heals()
 
 
-def layout(store: Path, array: str):
-    (found,) = (one for one in zl.open_dataset(store).store.matrix("X").arrays if one.path == array)
-    return found
-
-
-def test_adjacent_chunks_are_reported_together(copy):
-    size = chunk_bytes(copy, VALUES)
-    for chunk in (1, 2, 3, 7):
-        copy.flip(f"{VALUES}.flat", chunk * size)
+def test_adjacent_blocks_are_reported_together(copy):
+    places = places_of(copy)
+    for block in (1, 2, 3, 7):
+        copy.flip("X.rows", places[block][0])
     assert verify(copy.directory) == [
-        "X/data: chunks 1 to 3 differ from their checksums",
-        "X/data: chunk 7 differs from its checksum",
+        "X: blocks 1 to 3 differ from their checksums",
+        "X: block 7 differs from its checksum",
     ]
-    assert copy.heals().chunks_decoded == 4
+    copy.heals()
 
 
-@pytest.mark.parametrize("bit", range(0, 40, 7))
+@pytest.mark.parametrize("bit", range(0, 64, 9))
 def test_a_flipped_bit_in_a_word(copy, bit):
-    """Bits below 32 are the checksum. Flipping bit 32 (PRESENT) only marks the chunk as absent, which is no problem."""
-    copy.flip(f"{VALUES}.sums", 64 + 8 * 5 + bit // 8, bit % 8)
+    """The lower half is the checksum, the upper one the size. The highest bit makes it a lease, which is no problem."""
+    copy.flip("X.index", HEADER + 16 * 5 + 8 + bit // 8, bit % 8)
     found = verify(copy.directory)
-    assert found == (["X/data: chunk 5 differs from its checksum"] if bit < 32 else [])
-    assert copy.heals().chunks_decoded <= 1
+    assert found == (["X: block 5 differs from its checksum"] if bit < 63 else [])
+    copy.heals()
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("at", [0, 5, 8, 17, 24, 33, 45, 63])
-def test_a_damaged_header_discards_all_chunks(copy, at):
-    copy.flip(f"{GENES}.sums", at)
+@pytest.mark.parametrize("at", [0, 5, 8, 17, 24, 33, 45, 63, 72, 87])
+def test_a_damaged_header_discards_all_blocks(copy, at):
+    copy.flip("X.index", at)
     (problem,) = verify(copy.directory)
-    assert problem.startswith("X%2Findices.sums ")
-    assert problem.endswith(": all chunks of X/indices count as absent")
-    assert inspect_mirror(copy.entry).arrays.keys() == {"X/data", "X/indptr", "obs/cell_type/codes"}
+    assert problem.startswith("X.index ")
+    assert problem.endswith(": all blocks of X count as absent")
+    assert inspect_mirror(copy.entry).arrays.keys() == OTHERS
     assert verify(copy.directory) == []
-    assert copy.heals().chunks_decoded == inspect_mirror(copy.entry).arrays["X/indices"].chunks
+    copy.heals()
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("n_bytes", [0, 1, 8, 63, 64, 100, 10_000])
-def test_a_sums_file_of_another_size_discards_all_chunks(copy, n_bytes):
-    copy.resize(f"{VALUES}.sums", n_bytes)
+@pytest.mark.parametrize("n_bytes", [0, 1, 8, 63, 88, 100, 10_000])
+def test_an_index_of_another_size_discards_all_blocks(copy, n_bytes):
+    copy.resize("X.index", n_bytes)
     (problem,) = verify(copy.directory)
-    assert "all chunks of X/data count as absent" in problem
-    assert copy.heals().chunks_decoded == inspect_mirror(copy.entry).arrays["X/data"].chunks
+    assert "all blocks of X count as absent" in problem
+    copy.heals()
 
 
-def test_a_truncated_flat_file(copy):
-    size, whole_bytes = chunk_bytes(copy, VALUES), copy.file(f"{VALUES}.flat").stat().st_size
-    copy.resize(f"{VALUES}.flat", 3 * size + 1)
-    last = inspect_mirror(copy.entry).arrays["X/data"].chunks - 1
+def test_a_truncated_file_of_rows(copy):
+    places = places_of(copy)
+    end = places[3][0] + 1
+    copy.resize("X.rows", end)
+    lost = [block for block, (_, stop) in enumerate(places) if stop > end]
+    problems = verify(copy.directory)
+    assert len(problems) >= 1
+    assert inspect_mirror(copy.entry).arrays["X"].chunks_held == len(places) - len(lost)
+    assert verify(copy.directory) == []
+    copy.heals()
+
+
+def test_a_deleted_file_of_rows(copy):
+    copy.file("X.rows").unlink()
+    last = inspect_mirror(copy.entry).arrays["X"].chunks - 1
     assert verify(copy.directory) == [
-        f"X%2Fdata.flat has {3 * size + 1} bytes instead of {whole_bytes}",
-        f"X/data: chunks 3 to {last} differ from their checksums",
+        "X.rows cannot be read: No such file or directory",
+        f"X: blocks 0 to {last} differ from their checksums",
     ]
     assert verify(copy.directory) == []
-    assert copy.heals().chunks_decoded == last - 2
+    copy.heals()
 
 
-def test_a_flat_file_that_has_grown_is_truncated(copy):
-    whole_bytes = copy.file(f"{VALUES}.flat").stat().st_size
-    copy.resize(f"{VALUES}.flat", whole_bytes + 5)
-    assert verify(copy.directory) == [f"X%2Fdata.flat has {whole_bytes + 5} bytes instead of {whole_bytes}"]
-    assert verify(copy.directory) == []
-    assert copy.heals().chunks_decoded == 0
-
-
-def test_a_deleted_flat_file(copy):
-    copy.file(f"{VALUES}.flat").unlink()
-    last = inspect_mirror(copy.entry).arrays["X/data"].chunks - 1
-    assert verify(copy.directory) == [
-        "X%2Fdata.flat cannot be read: No such file or directory",
-        f"X/data: chunks 0 to {last} differ from their checksums",
-    ]
-    assert verify(copy.directory) == []
-    assert copy.heals().chunks_decoded == last + 1
-
-
-@pytest.mark.parametrize("name", ["zarr.json.kept", "%2Flisting.kept"])
+@pytest.mark.parametrize("name", ["zarr.json.kept", "%2Flisting.kept", "X%2Findptr.array", CODES])
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-def test_a_damaged_object_is_deleted(copy, name, damage):
+def test_a_damaged_object_or_array_is_deleted(copy, name, damage):
     file = copy.file(name)
     size = file.stat().st_size
     if damage == "flip":
@@ -326,17 +331,17 @@ def test_a_damaged_object_is_deleted(copy, name, damage):
 
 
 def test_files_that_zloader_did_not_create_are_left_alone(copy):
-    for name in ("thesis.txt", "X", "sums", "flat.txt"):
+    for name in ("thesis.txt", "X", "index", "rows.txt"):
         copy.file(name).write_text("precious")
     copy.file("folder").mkdir()
     before = inspect_mirror(copy.entry)
     assert verify(copy.directory) == []
     assert inspect_mirror(copy.entry) == before
-    assert all(copy.file(name).read_text() == "precious" for name in ("thesis.txt", "X", "sums", "flat.txt"))
+    assert all(copy.file(name).read_text() == "precious" for name in ("thesis.txt", "X", "index", "rows.txt"))
     assert copy.file("folder").is_dir()
 
 
-@pytest.mark.parametrize("name", ["X%2Fdata.flat", "X%2Fdata.sums", "X%2Findptr.flat", "zarr.json.kept", "more.sums"])
+@pytest.mark.parametrize("name", ["X.rows", "X.index", "X%2Findptr.array", "zarr.json.kept", "more.index"])
 def test_a_link_is_never_followed(copy, name, tmp_path):
     """The target is not read, truncated or deleted."""
     precious = tmp_path / "precious"
@@ -390,6 +395,6 @@ def test_a_mirror_that_is_being_filled_is_intact_at_every_moment(store, tmp_path
 
 def test_a_replaced_column_is_intact(copy):
     directory = MirrorDirectory(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url)
-    save_column(directory, "mine", [np.arange(5)], shape=(5,), dtype=np.dtype(np.int64))
+    save_array(directory, "mine", [np.arange(5)], shape=(5,), dtype=np.dtype(np.int64))
     assert verify(copy.directory) == []
-    assert copy.file("mine.flat").exists()
+    assert copy.file("mine.array").exists()

@@ -132,6 +132,7 @@ class _Check:
         for path in files["index"]:
             self._check_rows(path)
         self._check_whole(files["array"], is_whole, array_bytes)
+        self._verified += files["array"]
         self._check_whole(files["kept"], lambda path: read_checked(path) is not None, _size)
         VerifiedMarks(directory).record(path for path in self._verified if path.exists())
 
