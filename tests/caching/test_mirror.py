@@ -1,4 +1,4 @@
-"""A mirror stores chunks, and whatever happens to its files, each chunk is either correct or missing."""
+"""A mirror stores blocks of rows, and whatever happens to its files, each block is either correct or missing."""
 
 from __future__ import annotations
 
@@ -24,26 +24,35 @@ from helpers import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zloader.caching.mirror
-from zloader.caching import chunk_file
-from zloader.caching.chunk_file import ChunkSet
+import zloader
+from zloader.caching import rows_file
 from zloader.caching.directory import MirrorDirectory
+from zloader.caching.kept_arrays import load_array as load_checked
+from zloader.caching.kept_arrays import save_array as save_windows
 from zloader.caching.kept_objects import load_object, save_object
-from zloader.caching.leases import Leases
-from zloader.caching.mirror import MirrorArray, open_mirror, open_mirror_directory
-from zloader.caching.mirror import load_column as load_checked
-from zloader.caching.mirror import save_column as save_windows
+from zloader.caching.mirror import open_mirror_directory, open_rows
+from zloader.caching.rows_file import BlockSet, RowsFile
 from zloader.common import page_cache
 from zloader.common.options import Cache
-from zloader.reading.read_plan import Slots
-from zloader.storage.decode import checksum
-from zloader.storage.layout import ArrayLayout
+from zloader.storage.layout import ArrayLayout, MatrixLayout
+from zloader.storage.row_blocks import RowForm
 
 pytestmark = pytest.mark.any_version
 
 
-def _layout(path="X/data", *, n_elements=95, chunk_elements=10, dtype="<u2"):
-    return ArrayLayout.plain(path, dtype, n_elements=n_elements, chunk_elements=chunk_elements, chunks_per_shard=4)
+def _form(name="X", *, n_rows=95, block_rows=10, width=4):
+    """Rows of so many uint16."""
+    values = np.dtype("<u2")
+    return RowForm(
+        name=name,
+        n_rows=n_rows,
+        block_rows=block_rows,
+        genes=None,
+        values=values,
+        width=width,
+        coded=False,
+        decoded_bytes=n_rows * width * 2,
+    )
 
 
 PRINT = "f" * 32
@@ -54,161 +63,119 @@ def _directory(cache, fingerprint=PRINT):
     return MirrorDirectory(Cache(directory=cache), fingerprint, "store")
 
 
-def save_column(directory, name, column):
+def save_array(directory, name, column):
     return save_windows(directory, name, [column], shape=column.shape, dtype=column.dtype)
 
 
-def load_column(directory, name, like):
+def load_array(directory, name, like):
     return load_checked(directory, name, shape=like.shape, dtype=like.dtype)
 
 
-LAYOUT = _layout()
-ALL = np.arange(LAYOUT.n_chunks)
+FORM = _form()
+N_BLOCKS = FORM.layout.n_chunks
+_VALUES = ArrayLayout.plain("X", "<u2", n_elements=95 * 4, chunk_elements=40)
+MATRIX = MatrixLayout(path="X", n_rows=95, n_genes=4, values=_VALUES, genes=None)
+ALL = np.arange(N_BLOCKS)
 
 
-def _truth(layout, seed=0):
-    """Elements without zero bytes, so that every lost byte is noticed."""
-    n_bytes = layout.n_elements * layout.dtype.itemsize
-    return np.random.default_rng(seed).integers(1, 256, n_bytes, np.uint8).view(layout.dtype)
+def _truth(form, seed=0):
+    """Rows without zero bytes, so that every lost byte is noticed."""
+    found = np.random.default_rng(seed).integers(1, 256, form.n_rows * form.row_bytes, np.uint8)
+    return found.view(form.values).reshape(form.n_rows, form.width)
 
 
-TRUTH = _truth(LAYOUT)
+TRUTH = _truth(FORM)
 
 
-def _chunk(chunk, layout=LAYOUT, truth=TRUTH):
-    return truth[chunk * layout.chunk_elements : (chunk + 1) * layout.chunk_elements]
+def _block(block, form=FORM, truth=TRUTH):
+    return truth[block * form.block_rows : (block + 1) * form.block_rows]
 
 
-def _open(cache, layout=LAYOUT):
-    return MirrorArray(_directory(cache), layout)
+def _open(cache, form=FORM):
+    return RowsFile(_directory(cache), form)
 
 
-def _slots(layout, chunks):
-    """Slots for whole chunks."""
-    first, last = layout.chunk_bounds(chunks)
-    elements = np.zeros(int((last - first).sum()), layout.dtype)
-    return Slots(layout=layout, chunks=chunks, elements=elements, firsts=first - first, stops=last - first)
+def _put(mirror, block, rows):
+    content = rows.reshape(-1).view(np.uint8)
+    mirror.put(np.array([block]), np.array([len(content)]), content)
 
 
-def _put(mirror, chunk, elements):
-    """Keeps one chunk."""
-    chunks = np.array([chunk])
-    mirror.keep(chunks, _slots(mirror.layout, chunks).jobs(chunks), elements)
-
-
-def _fill(directory, chunks=ALL, layout=LAYOUT, truth=TRUTH):
-    mirror = _open(directory, layout)
-    for chunk in chunks:
-        _put(mirror, int(chunk), _chunk(chunk, layout, truth))
+def _fill(directory, blocks=ALL, form=FORM, truth=TRUTH):
+    mirror = _open(directory, form)
+    for block in blocks:
+        _put(mirror, int(block), _block(block, form, truth))
     return mirror
 
 
-def _check_present_chunks(directory, layout=LAYOUT, truth=TRUTH):
-    """Opens the mirror again and compares every present chunk with the truth; returns the missing chunks."""
-    mirror = _open(directory, layout)
-    chunks = np.arange(layout.n_chunks)
-    missing = mirror.missing(chunks)
-    present = np.setdiff1d(chunks, missing)
-    for chunk, start, stop in zip(present.tolist(), *map(np.ndarray.tolist, mirror.bounds(present)), strict=True):
-        wanted = _chunk(chunk, layout, truth)
-        np.testing.assert_array_equal(mirror.content[start:stop].view(layout.dtype), wanted)
-        slots = _slots(layout, np.array([chunk]))
-        mirror.take(slots.chunks, slots.jobs(slots.chunks), slots.elements)
-        np.testing.assert_array_equal(slots.elements, wanted)
+def _rows(mirror, rows):
+    """Some rows as they are in a mirror."""
+    kept = mirror.rows(rows)
+    return np.stack([kept.content[at : at + mirror.form.row_bytes] for at in kept.starts]).view(mirror.form.values)
+
+
+def _check_present_blocks(directory, form=FORM, truth=TRUTH):
+    """Opens the mirror again and compares every present block with the truth; returns the missing blocks."""
+    mirror = _open(directory, form)
+    blocks = np.arange(form.layout.n_chunks)
+    missing = mirror.missing(blocks)
+    rows = form.rows_of(np.setdiff1d(blocks, missing))
+    if len(rows):
+        np.testing.assert_array_equal(_rows(mirror, rows), truth[rows])
     return missing.tolist()
 
 
-# ---- writing and reading chunks
+# ---- writing and reading blocks
 
 
-def test_exactly_the_written_chunks_are_present(tmp_path):
-    mirror = MirrorArray(_directory(tmp_path), LAYOUT)
+def test_exactly_the_written_blocks_are_present(tmp_path):
+    mirror = _open(tmp_path)
     assert mirror.missing(ALL).tolist() == ALL.tolist()
-    for chunk in (7, 0, 9):  # the last chunk is a short one
-        mirror.put(chunk, _chunk(chunk))
+    for block in (7, 0, 9):  # the last block is a short one
+        _put(mirror, block, _block(block))
     assert mirror.contains(np.array([0, 9, 7]))
     assert not mirror.contains(np.array([0, 1]))
     assert mirror.missing(ALL).tolist() == [1, 2, 3, 4, 5, 6, 8]
     assert mirror.missing(np.array([9, 3, 0, 1])).tolist() == [3, 1]  # in the order given
-    slots = _slots(LAYOUT, np.array([7, 9]))
-    mirror.take(slots.chunks, slots.jobs(slots.chunks), slots.elements)
-    np.testing.assert_array_equal(slots.elements, np.concatenate([_chunk(7), _chunk(9)]))
-    np.testing.assert_array_equal(mirror.elements[70:80], TRUTH[70:80])
-    assert not mirror.elements.flags.writeable
+    rows = np.array([94, 70, 3, 70])
+    np.testing.assert_array_equal(_rows(mirror, rows), TRUTH[rows])
+    assert not mirror.rows(rows).content.flags.writeable
 
 
-def test_another_process_verifies_chunks_on_first_use(tmp_path):
-    """Two MirrorArrays share no more than two processes do."""
-    other = MirrorArray(_directory(tmp_path), LAYOUT)
+def test_several_blocks_are_written_at_once(tmp_path):
+    mirror, blocks = _open(tmp_path), np.array([2, 3, 9])
+    content = np.concatenate([_block(block) for block in blocks]).reshape(-1).view(np.uint8)
+    mirror.put(blocks, np.array([80, 160, 200]), content)
+    assert _check_present_blocks(tmp_path) == [0, 1, 4, 5, 6, 7, 8]
+
+
+def test_another_process_verifies_blocks_on_first_use(tmp_path):
+    """Two RowsFiles share no more than two processes do."""
+    other = _open(tmp_path)
     _fill(tmp_path, [2, 3])
     assert not other.contains(np.array([2]))
     assert other.missing(np.array([2, 3, 4])).tolist() == [4]
     assert other.contains(np.array([2, 3]))
-    np.testing.assert_array_equal(other.elements[20:40], TRUTH[20:40])
+    np.testing.assert_array_equal(_rows(other, np.arange(20, 40)), TRUTH[20:40])
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "<u2", "<i4", "<i8", "<f4", "<f8"])
-def test_every_dtype(tmp_path, dtype):
-    layout = _layout(dtype=dtype)
-    values = np.resize(np.array([0, 1, 5, 200], np.float64), 95).astype(dtype)
-    _fill(tmp_path, layout=layout, truth=values)
-    assert _check_present_chunks(tmp_path, layout, values) == []
-    assert MirrorArray(_directory(tmp_path), layout).elements.dtype == np.dtype(dtype)
-
-
-def test_a_chunk_of_zeros_differs_from_an_absent_one(tmp_path):
-    zeros = np.zeros(95, "<u2")
+def test_a_block_of_zeros_differs_from_an_absent_one(tmp_path):
+    zeros = np.zeros_like(TRUTH)
     _fill(tmp_path, [1, 5], truth=zeros)
-    assert _check_present_chunks(tmp_path, truth=zeros) == [0, 2, 3, 4, 6, 7, 8, 9]
+    assert _check_present_blocks(tmp_path, truth=zeros) == [0, 2, 3, 4, 6, 7, 8, 9]
 
 
-def test_a_chunk_whose_checksum_is_zero_is_present(tmp_path):
-    layout = _layout(n_elements=8, chunk_elements=4, dtype="uint8")
-    values = np.frombuffer(b"\xab\x9b\xe0\x9b" * 2, np.uint8)
-    assert checksum(values[:4]) == 0
-    _fill(tmp_path, [1], layout, values)
-    assert _check_present_chunks(tmp_path, layout, values) == [0]
-
-
-def test_an_array_without_elements_has_a_mirror(tmp_path):
-    mirror = MirrorArray(_directory(tmp_path), _layout(n_elements=0))
-    assert mirror.missing(np.empty(0, np.int64)).tolist() == []
-    assert mirror.contains(np.empty(0, np.int64))
-    assert len(mirror.elements) == 0
-
-
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 900)), max_size=40),
-    joined=st.lists(st.booleans(), min_size=40, max_size=40),
-)
-def test_rows_are_correct_whether_read_or_mapped(tmp_path_factory, rows, joined):
-    """Rows anywhere, in any order, including empty and adjacent rows."""
-    layout = _layout(n_elements=5000, chunk_elements=1000)
-    truth = _truth(layout)
-    directory = _directory(tmp_path_factory.getbasetemp() / "rows")
-    mirror = MirrorArray(directory, layout)
-    if mirror.missing(np.arange(5)).size:
-        mirror.put(0, truth)
-    starts, stops = [], []
-    for (start, length), follows in zip(rows, joined, strict=False):
-        starts.append(stops[-1] if follows and stops and stops[-1] + length <= 5000 else start)
-        stops.append(starts[-1] + length)
-    starts, stops = np.array(starts, np.int64), np.array(stops, np.int64)
-    source, here = mirror.rows(starts, stops)
-    for begin, start, stop in zip(here, starts, stops, strict=True):
-        np.testing.assert_array_equal(source[begin : begin + stop - start], truth[start:stop])
-
-
-def test_a_file_truncated_during_a_read_raises(tmp_path):
-    mirror = _fill(tmp_path)
-    os.truncate(_damaged(tmp_path, "flat"), 100)
-    with pytest.raises(OSError, match="is truncated"):
-        mirror.rows(np.array([60]), np.array([70]))
+@given(rows=st.lists(st.integers(0, 94), max_size=40))
+def test_rows_anywhere_and_in_any_order(tmp_path_factory, rows):
+    mirror = _open(tmp_path_factory.getbasetemp() / "rows")
+    for block in mirror.missing(ALL).tolist():
+        _put(mirror, block, _block(block))
+    if rows:
+        np.testing.assert_array_equal(_rows(mirror, np.array(rows)), TRUTH[rows])
 
 
 def test_releasing_a_mapped_column_frees_memory_and_keeps_the_values(tmp_path):
     directory = _directory(tmp_path)
-    column = save_column(directory, "x", np.arange(1_000_000))
+    column = save_array(directory, "x", np.arange(1_000_000))
     for _ in range(2):
         assert int(column.sum()) == 499_999_500_000
         before = _resident_files()
@@ -222,15 +189,11 @@ def _resident_files():
     return int(line.split()[1]) * 1024
 
 
-def test_the_file_is_flat_and_sparse(tmp_path):
-    layout = _layout(n_elements=10_000_000, chunk_elements=1000)
-    mirror = MirrorArray(_directory(tmp_path), layout)
-    mirror.put(5000, np.full(1000, 7, "<u2"))
-    file = _damaged(tmp_path, "flat")
-    assert file.stat().st_size == 20_000_000
-    assert file.stat().st_blocks * 512 < 200_000
-    stored = np.fromfile(file, "<u2")
-    assert np.flatnonzero(stored).tolist() == list(range(5_000_000, 5_001_000))
+def test_the_file_is_as_large_as_what_is_in_it(tmp_path):
+    form = _form(n_rows=1_000_000, block_rows=1000)
+    _put(_open(tmp_path, form), 500, np.full((1000, 4), 7, "<u2"))
+    assert _damaged(tmp_path, "rows").stat().st_size == 8000
+    assert _check_present_blocks(tmp_path, form, np.full((1_000_000, 4), 7, "<u2")) == [*range(500), *range(501, 1000)]
 
 
 # ---- damaged files
@@ -243,7 +206,7 @@ def _damaged(tmp_path, suffix):
 
 @dataclass(frozen=True)
 class Full:
-    """The files of a full mirror: that of the chunks, that of their words, and the others."""
+    """The files of a full mirror: that of the blocks, their index, and the others."""
 
     content: Path
     words: Path
@@ -255,7 +218,7 @@ def full(tmp_path_factory):
     cache = tmp_path_factory.mktemp("full")
     _fill(cache).record_verified()
     files = {file.suffix: file for file in _directory(cache).path.iterdir()}
-    return Full(files.pop(".flat"), files.pop(".sums"), list(files.values()))
+    return Full(files.pop(".rows"), files.pop(".index"), list(files.values()))
 
 
 @contextlib.contextmanager
@@ -274,50 +237,61 @@ def _copy_of(full):
         file.unlink()
 
 
+HEADER = 8 * 11  # bytes of an index
+N_BYTES = 95 * 8
+
+
 @pytest.mark.slow
-@given(offset=st.integers(0, 2 * 95 - 1), change=st.integers(1, 255))
-def test_a_flipped_byte_of_the_elements_is_a_miss(full, offset, change):
+@given(offset=st.integers(0, N_BYTES - 1), change=st.integers(1, 255))
+def test_a_flipped_byte_of_the_rows_is_a_miss(full, offset, change):
     with _copy_of(full) as (cache, directory):
         file = directory / full.content.name
         stored = bytearray(file.read_bytes())
+        (block,) = np.flatnonzero([offset in range(start, start + 80) for start in _starts(directory)])[:1]
         stored[offset] ^= change
         file.write_bytes(stored)
-        assert _check_present_chunks(cache) == [offset // 20]
+        assert _check_present_blocks(cache) == [block]
+
+
+def _starts(directory):
+    return np.fromfile(directory / "X.index", "<u8")[HEADER // 8 :: 2].tolist()
 
 
 @pytest.mark.slow
-@given(offset=st.integers(0, 64 + 8 * 10 - 1), change=st.integers(1, 255))
-def test_a_flipped_byte_of_the_words_is_a_miss(full, offset, change):
+@given(offset=st.integers(0, HEADER + 16 * N_BLOCKS - 1), change=st.integers(1, 255))
+def test_a_flipped_byte_of_the_index_is_a_miss(full, offset, change):
     with _copy_of(full) as (cache, directory):
         file = directory / full.words.name
         stored = bytearray(file.read_bytes())
-        assert len(stored) == 64 + 80
+        assert len(stored) == HEADER + 16 * N_BLOCKS
         stored[offset] ^= change
         file.write_bytes(stored)
-        assert _check_present_chunks(cache) == (ALL.tolist() if offset < 64 else [(offset - 64) // 8])
+        assert _check_present_blocks(cache) == (ALL.tolist() if offset < HEADER else [(offset - HEADER) // 16])
 
 
 @pytest.mark.slow
-@given(length=st.integers(0, 2 * 95 - 1))
-def test_truncated_elements_are_misses(full, length):
+@given(length=st.integers(0, N_BYTES - 1))
+def test_truncated_rows_are_misses(full, length):
     with _copy_of(full) as (cache, directory):
+        starts = np.array(_starts(directory))
         os.truncate(directory / full.content.name, length)
-        assert _check_present_chunks(cache) == list(range(length // 20, 10))
+        ends = starts + np.append(np.full(9, 80), 40)
+        assert _check_present_blocks(cache) == np.flatnonzero(ends > length // 8 * 8).tolist()
 
 
 @pytest.mark.slow
-@given(length=st.integers(0, 64 + 8 * 10 - 1))
-def test_truncated_words_are_misses(full, length):
+@given(length=st.integers(0, HEADER + 16 * N_BLOCKS - 1))
+def test_a_truncated_index_is_a_miss(full, length):
     with _copy_of(full) as (cache, directory):
         os.truncate(directory / full.words.name, length)
-        assert _check_present_chunks(cache) == ALL.tolist()
+        assert _check_present_blocks(cache) == ALL.tolist()
 
 
 @pytest.mark.parametrize("which", ["content", "words"])
 def test_a_deleted_file_is_a_miss(full, which):
     with _copy_of(full) as (cache, directory):
         (directory / getattr(full, which).name).unlink()
-        assert _check_present_chunks(cache) == ALL.tolist()
+        assert _check_present_blocks(cache) == ALL.tolist()
 
 
 @pytest.mark.parametrize("which", ["content", "words"])
@@ -325,15 +299,13 @@ def test_a_file_that_is_too_long_gives_no_wrong_values(full, which):
     with _copy_of(full) as (cache, directory):
         file = directory / getattr(full, which).name
         file.write_bytes(file.read_bytes() + b"\x07" * 100)
-        _check_present_chunks(cache)
-        assert file.stat().st_size == len(getattr(full, which).read_bytes())
+        _check_present_blocks(cache)
 
 
-def test_checksums_of_another_array_are_ignored(full):
-    for other in (_layout(chunk_elements=19), _layout(dtype="<i2")):
+def test_an_index_of_other_rows_is_ignored(full):
+    for other in (_form(block_rows=19), _form(width=2)):
         with _copy_of(full) as (cache, _):
-            truth = _truth(other)
-            assert _check_present_chunks(cache, other, truth) == list(range(other.n_chunks))
+            assert _check_present_blocks(cache, other, _truth(other)) == list(range(other.layout.n_chunks))
 
 
 def test_a_change_with_an_unchanged_modification_time_is_noticed(full):
@@ -342,10 +314,10 @@ def test_a_change_with_an_unchanged_modification_time_is_noticed(full):
         file = directory / full.content.name
         before = file.stat()
         stored = bytearray(file.read_bytes())
-        stored[50] ^= 1
+        stored[200] ^= 1
         file.write_bytes(stored)
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert _check_present_chunks(cache) == [2]
+        assert _check_present_blocks(cache) == [2]
 
 
 def test_a_file_is_recorded_as_verified_only_if_all_of_it_was_compared(full):
@@ -357,7 +329,7 @@ def test_a_file_is_recorded_as_verified_only_if_all_of_it_was_compared(full):
         mirror = _open(cache)
         assert mirror.missing(ALL[:-1]).tolist() == []
         mirror.record_verified()
-        assert _check_present_chunks(cache) == [9]
+        assert _check_present_blocks(cache) == [9]
 
 
 def test_verified_marks_of_another_boot_are_ignored(full):
@@ -369,7 +341,7 @@ def test_verified_marks_of_another_boot_are_ignored(full):
         for torn in ("", "[]", "{", '{"boot": 1}', "null"):
             marks.write_text(torn)
             assert not _open(cache).contains(ALL)
-        assert _check_present_chunks(cache) == []
+        assert _check_present_blocks(cache) == []
 
 
 def test_a_chunk_that_another_process_found_damaged_is_not_contained(full):
@@ -392,9 +364,9 @@ def test_a_damaged_chunk_is_reported_and_can_be_written_again(full, caplog):
         mirror = _open(cache)
         assert mirror.missing(ALL).tolist() == mirror.missing(ALL).tolist() == [0]
         assert [record.levelname for record in caplog.records] == ["WARNING"]  # once
-        _put(mirror, 0, _chunk(0))
+        _put(mirror, 0, _block(0))
         assert mirror.missing(ALL).tolist() == []
-        assert _check_present_chunks(cache) == []
+        assert _check_present_blocks(cache) == []
 
 
 # ---- several processes, and killed ones
@@ -412,35 +384,35 @@ package.__path__ = [sys.argv[1]]
 sys.modules["zloader"] = package
 import numpy as np
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.mirror import MirrorArray
+from zloader.caching.rows_file import RowsFile
 from zloader.common.options import Cache
 
-layout = pickle.loads(bytes.fromhex(sys.argv[2]))
+form = pickle.loads(bytes.fromhex(sys.argv[2]))
 truth = np.load(sys.argv[3])
 
 def mirror_directory(directory):
     return MirrorDirectory(Cache(directory=directory), "f" * 32, "store")
 
 def put_all(mirror, order, before_each):
-    for chunk in order:
+    for block in order:
         before_each()
-        first = chunk * layout.chunk_elements
-        mirror.put(chunk, truth[first : first + layout.chunk_elements])
+        rows = truth[block * form.block_rows : (block + 1) * form.block_rows].reshape(-1).view("u1")
+        mirror.put(np.array([block]), np.array([len(rows)]), rows)
 
 def fill(directory, seed):
-    order = np.random.default_rng(int(seed)).permutation(layout.n_chunks).tolist()
+    order = np.random.default_rng(int(seed)).permutation(form.layout.n_chunks).tolist()
     os.write(1, b"%d\\n" % os.getpid())
-    put_all(MirrorArray(mirror_directory(directory), layout), order, lambda: os.write(1, b"."))
+    put_all(RowsFile(mirror_directory(directory), form), order, lambda: os.write(1, b"."))
 
 def fill_with_limit(directory, n_bytes):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("zloader").addHandler(handler)
-    mirror = MirrorArray(mirror_directory(directory), layout)
+    mirror = RowsFile(mirror_directory(directory), form)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(n_bytes), resource.RLIM_INFINITY))
-    put_all(mirror, range(layout.n_chunks), lambda: None)
-    missing = mirror.missing(np.arange(layout.n_chunks)).tolist()
+    put_all(mirror, range(form.layout.n_chunks), lambda: None)
+    missing = mirror.missing(np.arange(form.layout.n_chunks)).tolist()
     os.write(1, json.dumps({"warnings": records, "missing": missing, "writable": mirror.writable}).encode() + b"\\n")
 
 for line in sys.stdin:
@@ -459,7 +431,7 @@ for line in sys.stdin:
             os.kill(pid, 9)
         os.write(1, b"\\n%d\\n" % os.waitpid(pid, 0)[1])
 """
-BIG = _layout(n_elements=64 * 20_000 - 7, chunk_elements=20_000)
+BIG = _form(n_rows=64 * 5_000 - 7, block_rows=5_000)
 BIG_TRUTH = _truth(BIG)
 
 
@@ -512,13 +484,13 @@ def test_a_process_killed_at_any_moment_leaves_no_wrong_values(nursery, tmp_path
         directory = tmp_path / str(attempt)
         directory.mkdir()
         pid = nursery.start(directory, attempt)
-        nursery.after(chance.randrange(BIG.n_chunks))
+        nursery.after(chance.randrange(BIG.layout.n_chunks))
         assert nursery.end("kill", pid) in (9, 0)  # 0: it had finished
-        missing = _check_present_chunks(directory, BIG, BIG_TRUTH)
+        missing = _check_present_blocks(directory, BIG, BIG_TRUTH)
         n_missing.append(len(missing))
         _fill(directory, missing, BIG, BIG_TRUTH)
-        assert _check_present_chunks(directory, BIG, BIG_TRUTH) == []
-    assert sum(0 < n < BIG.n_chunks for n in n_missing) > 100  # most were killed while filling
+        assert _check_present_blocks(directory, BIG, BIG_TRUTH) == []
+    assert sum(0 < n < BIG.layout.n_chunks for n in n_missing) > 100  # most were killed while filling
 
 
 @pytest.mark.slow
@@ -532,11 +504,11 @@ def test_processes_killed_repeatedly_fill_the_mirror_in_the_end(nursery, tmp_pat
         # The first process's dots come before the second's process ID.
         second = int(re.sub(rb"^\.*", b"", nursery.line()))
         assert nursery.end("kill", first) in (9, 0)
-        _check_present_chunks(tmp_path, BIG, BIG_TRUTH)
+        _check_present_blocks(tmp_path, BIG, BIG_TRUTH)
         assert nursery.end("kill", second) in (9, 0)
-        _check_present_chunks(tmp_path, BIG, BIG_TRUTH)
+        _check_present_blocks(tmp_path, BIG, BIG_TRUTH)
     assert nursery.end("wait", nursery.start(tmp_path, 0)) == 0
-    assert _check_present_chunks(tmp_path, BIG, BIG_TRUTH) == []
+    assert _check_present_blocks(tmp_path, BIG, BIG_TRUTH) == []
 
 
 def test_two_processes_fill_one_mirror_at_once(nursery, tmp_path):
@@ -550,20 +522,20 @@ def test_two_processes_fill_one_mirror_at_once(nursery, tmp_path):
             pids += [int(word) for word in re.findall(rb"\d+", nursery.line())]
         statuses = [nursery.end("wait", pid) for pid in pids]
         assert statuses == [0, 0]
-        assert _check_present_chunks(directory, BIG, BIG_TRUTH) == []
+        assert _check_present_blocks(directory, BIG, BIG_TRUTH) == []
 
 
 def test_a_write_that_fails_warns_once_and_stays_correct(nursery, tmp_path):
     """As on a full disk: the file cannot grow further, in the middle of chunk 10."""
     nursery.say("limit", tmp_path, 10 * 40_000 + 12_345)
     found = json.loads(nursery.line())
-    assert found["missing"] == list(range(10, BIG.n_chunks))
+    assert found["missing"] == list(range(10, BIG.layout.n_chunks))
     assert found["writable"] is False
     assert len(found["warnings"]) == 1
     assert "cannot write the mirror" in found["warnings"][0]
-    assert _check_present_chunks(tmp_path, BIG, BIG_TRUTH) == list(range(10, BIG.n_chunks))
-    _fill(tmp_path, range(10, BIG.n_chunks), BIG, BIG_TRUTH)  # once there is space again
-    assert _check_present_chunks(tmp_path, BIG, BIG_TRUTH) == []
+    assert _check_present_blocks(tmp_path, BIG, BIG_TRUTH) == list(range(10, BIG.layout.n_chunks))
+    _fill(tmp_path, range(10, BIG.layout.n_chunks), BIG, BIG_TRUTH)  # once there is space again
+    assert _check_present_blocks(tmp_path, BIG, BIG_TRUTH) == []
 
 
 @pytest.mark.slow
@@ -575,7 +547,7 @@ def test_threads_that_open_a_new_cache_at_once_share_its_mirror(tmp_path, caplog
     def open_one(cache):
         barrier.wait(timeout=PATIENCE_S)
         directory = open_mirror_directory(Cache(directory=cache), PRINT, "store")
-        return None if directory is None else open_mirror(directory, [LAYOUT])
+        return None if directory is None else open_rows(directory, MATRIX, None)
 
     with ThreadPoolExecutor(n_threads) as threads:
         for attempt in range(100):
@@ -583,9 +555,8 @@ def test_threads_that_open_a_new_cache_at_once_share_its_mirror(tmp_path, caplog
             mirrors = list(threads.map(open_one, [cache] * n_threads))
             assert [record.getMessage() for record in caplog.records] == []
             assert None not in mirrors
-            arrays = [mirror.arrays[LAYOUT.path] for mirror in mirrors]
-            arrays[attempt % n_threads].put(3, _chunk(3))
-            assert [array.n_present for array in arrays] == [1] * n_threads  # all map the same file
+            _put(mirrors[attempt % n_threads].rows, 3, _block(3))
+            assert [mirror.rows.n_present for mirror in mirrors] == [1] * n_threads  # all map the same file
 
 
 # ---- the directory
@@ -597,8 +568,8 @@ def test_the_directory_belongs_to_the_fingerprint_and_to_its_owner(tmp_path):
         cache = tmp_path / "some" / "cache"
         first, second = _directory(cache, "a" * 32), _directory(cache, "b" * 32)
         assert _directory(cache, "a" * 32).path == first.path
-        MirrorArray(first, LAYOUT).record_verified()
-        save_column(first, "indptr", np.arange(3))
+        RowsFile(first, FORM).record_verified()
+        save_array(first, "indptr", np.arange(3))
         first.verified.record([])
     finally:
         os.umask(before)
@@ -629,7 +600,7 @@ def _where_nothing_can_be_created(tmp_path):
 
 def _with_a_directory_where_a_file_belongs(tmp_path):
     directory = _directory(tmp_path).path
-    (directory / "X%2Fdata.flat").mkdir()
+    (directory / "X.rows").mkdir()
     return tmp_path
 
 
@@ -648,7 +619,7 @@ def _of_another_user(tmp_path):
 def _a_link(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "zloader-cache").touch()
-    (tmp_path / f"{PRINT}-v5").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"{PRINT}-v6").symlink_to(tmp_path / "elsewhere")
     return tmp_path
 
 
@@ -674,7 +645,7 @@ def _in_a_cache_of_another_user(tmp_path):
 
 def _with_a_link_where_a_file_belongs(tmp_path):
     (tmp_path / "precious").write_bytes(b"1")
-    (_directory(tmp_path).path / "X%2Fdata.flat").symlink_to(tmp_path / "precious")
+    (_directory(tmp_path).path / "X.rows").symlink_to(tmp_path / "precious")
     return tmp_path
 
 
@@ -696,7 +667,7 @@ def _with_a_link_where_a_file_belongs(tmp_path):
 def test_an_unusable_cache_gives_none_and_one_warning(tmp_path, caplog, damage):
     cache = damage(tmp_path)
     directory = open_mirror_directory(Cache(directory=cache), PRINT, "store")
-    assert directory is None or open_mirror(directory, [LAYOUT]) is None
+    assert directory is None or open_rows(directory, MATRIX, None) is None
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("zloader", logging.WARNING)
     assert str(cache) in record.getMessage()
@@ -706,9 +677,9 @@ def test_an_unusable_cache_gives_none_and_one_warning(tmp_path, caplog, damage):
 def test_a_cache_in_which_others_cannot_rename_files_is_used(tmp_path, caplog, mode):
     """For example /tmp, which contains other users' mirrors."""
     (tmp_path / "zloader-cache").touch()
-    (tmp_path / f"{'a' * 32}-v5").mkdir(mode=0)
+    (tmp_path / f"{'a' * 32}-v6").mkdir(mode=0)
     tmp_path.chmod(mode)
-    assert open_mirror(_directory(tmp_path), [LAYOUT]) is not None
+    assert open_rows(_directory(tmp_path), MATRIX, None) is not None
     assert not caplog.records
 
 
@@ -747,18 +718,19 @@ NAMES = [
 
 def test_files_of_odd_names_stay_inside_and_distinct(tmp_path):
     directory = _directory(tmp_path / "cache")
-    mirror = open_mirror(directory, [_layout(name) for name in NAMES])
-    assert list(mirror.arrays) == NAMES
+    files = {name: RowsFile(directory, _form(name)) for name in NAMES}
     path = directory.path
     before = len(list(path.iterdir()))
     for number, name in enumerate(NAMES):
-        mirror.arrays[name].put(0, np.full(10, number, "<u2"))
+        _put(files[name], 0, np.full((10, 4), number, "<u2"))
         save_object(directory, name, bytes([number]))
+        save_array(directory, name, np.full(3, number))
     for number, name in enumerate(NAMES):
-        assert mirror.arrays[name].elements[:10].tolist() == [number] * 10
+        assert _rows(files[name], np.arange(10)).tolist() == [[number] * 4] * 10
         assert load_object(directory, name) == bytes([number])
+        assert load_array(directory, name, np.zeros(3, np.int64)).tolist() == [number] * 3
     assert all(file.is_file() for file in path.iterdir())
-    assert len(list(path.iterdir())) == before + len(NAMES)
+    assert len(list(path.iterdir())) == before + 2 * len(NAMES) + 1  # and proved.json
     outside = {found for found in tmp_path.rglob("*") if path not in found.parents and found != path}
     assert outside == {tmp_path / "cache", *(tmp_path / "cache" / name for name in ("CACHEDIR.TAG", "zloader-cache"))}
 
@@ -782,49 +754,46 @@ def _equal(found, wanted):
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_column_is_cached(tmp_path, name, caplog):
     directory = _directory(tmp_path)
-    assert load_column(directory, name, COLUMNS[name]) is None
-    save_column(directory, name, COLUMNS[name])
-    column = load_column(directory, name, COLUMNS[name])
+    assert load_array(directory, name, COLUMNS[name]) is None
+    save_array(directory, name, COLUMNS[name])
+    column = load_array(directory, name, COLUMNS[name])
     assert _equal(column, COLUMNS[name])
     assert not column.flags.writeable
     assert not caplog.records
-    files = {"users", "mirror.json", "owners", f"{name}.flat", f"{name}.sums", "proved.json"}
+    files = {"users", "mirror.json", f"{name}.array", "proved.json"}
     assert {file.name for file in directory.path.iterdir()} == files
 
 
-def test_a_column_is_saved_in_windows_of_any_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(zloader.caching.mirror, "_CHUNK_BYTES", 40)
+def test_a_column_is_saved_in_windows_of_any_size(tmp_path):
     directory, rows = _directory(tmp_path), np.arange(66, dtype=np.int64).reshape(33, 2)
     windows = [rows[:1], rows[1:8], rows[8:8], rows[8:31], rows[31:]]
     saved = save_windows(directory, "x", windows, shape=rows.shape, dtype=rows.dtype)
-    for found in (saved, load_column(directory, "x", rows), load_column(_directory(tmp_path), "x", rows)):
+    for found in (saved, load_array(directory, "x", rows), load_array(_directory(tmp_path), "x", rows)):
         assert _equal(found, rows)
         assert page_cache.is_mapped(found)
 
 
 def _loaded_after(directory, suffix, damages):
     """The column `indptr` of COLUMNS as it is loaded after each damage to one of its files, in a mirror of its own."""
-    save_column(directory, "x", COLUMNS["indptr"])
+    save_array(directory, "x", COLUMNS["indptr"])
     file = directory.path / f"x.{suffix}"
     whole = file.read_bytes()
     for damage in damages(whole):
         file.write_bytes(damage)
-        yield load_column(directory, "x", COLUMNS["indptr"])
-        save_column(directory, "x", COLUMNS["indptr"])
-        assert _equal(load_column(directory, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
+        yield load_array(directory, "x", COLUMNS["indptr"])
+        save_array(directory, "x", COLUMNS["indptr"])
+        assert _equal(load_array(directory, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
         assert file.read_bytes() == whole
 
 
-@pytest.mark.parametrize("suffix", ["flat", "sums"])
-def test_a_truncated_column_is_not_used(tmp_path, suffix):
+def test_a_truncated_column_is_not_used(tmp_path):
     cut = _loaded_after(
-        _directory(tmp_path), suffix, lambda whole: (whole[:length] for length in range(0, len(whole), 5))
+        _directory(tmp_path), "array", lambda whole: (whole[:length] for length in range(0, len(whole), 5))
     )
     assert all(column is None or _equal(column, COLUMNS["indptr"]) for column in cut)
 
 
-@pytest.mark.parametrize("suffix", ["flat", "sums"])
-def test_a_column_with_a_flipped_bit_is_not_used(tmp_path, suffix):
+def test_a_column_with_a_flipped_bit_is_not_used(tmp_path):
     """In the values, in the checksum, or in the header with the layout."""
 
     def flipped(whole):
@@ -834,7 +803,7 @@ def test_a_column_with_a_flipped_bit_is_not_used(tmp_path, suffix):
                 changed[at // 8] ^= 1 << at % 8
                 yield changed
 
-    loaded = list(_loaded_after(_directory(tmp_path), suffix, flipped))
+    loaded = list(_loaded_after(_directory(tmp_path), "array", flipped))
     assert loaded.count(None) == len(loaded)
 
 
@@ -851,9 +820,9 @@ def test_leftover_drafts_are_ignored(tmp_path):
 @pytest.mark.parametrize("form", ["column", "object"])
 def test_what_cannot_be_cached_causes_a_warning(tmp_path, caplog, form):
     directory = _directory(tmp_path)
-    (directory.path / ("x.flat" if form == "column" else "x.kept")).mkdir()
+    (directory.path / ("x.array" if form == "column" else "x.kept")).mkdir()
     if form == "column":
-        assert save_column(directory, "x", COLUMNS["indptr"]) is None
+        assert save_array(directory, "x", COLUMNS["indptr"]) is None
     else:
         save_object(directory, "x", b"12345")
     (record,) = caplog.records
@@ -864,12 +833,11 @@ def test_what_cannot_be_cached_causes_a_warning(tmp_path, caplog, form):
 @pytest.mark.parametrize("other", [np.zeros(3, np.int64), np.zeros(4, np.float64)])
 def test_a_column_of_another_length_or_dtype_is_not_used(tmp_path, caplog, other):
     directory = _directory(tmp_path)
-    save_column(directory, "x", COLUMNS["indptr"])
-    assert load_column(directory, "x", other) is None
-    (record,) = caplog.records
-    assert "of another array" in record.getMessage()
-    save_column(directory, "x", other)
-    assert _equal(load_column(directory, "x", other), other)
+    save_array(directory, "x", COLUMNS["indptr"])
+    assert load_array(directory, "x", other) is None
+    assert not caplog.records
+    save_array(directory, "x", other)
+    assert _equal(load_array(directory, "x", other), other)
 
 
 def test_an_object_of_another_size_is_not_used(tmp_path, caplog):
@@ -882,14 +850,14 @@ def test_an_object_of_another_size_is_not_used(tmp_path, caplog):
     assert "5 of 6 bytes" in record.getMessage()
 
 
-def test_only_chunks_that_have_disk_space_are_acquired(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunk_file, "_PIECE_BYTES", 4 * 4096)
-    layout = _layout(n_elements=64 * 2048, chunk_elements=2048)  # chunks of 4 KiB
-    directory = MirrorDirectory(Cache(tmp_path, max_bytes="500kB"), PRINT, "store")
-    mine, _ = MirrorArray(directory, layout).acquire(np.arange(64), Leases(directory.path))
-    assert 0 < len(mine) < 64
-    assert len(mine) % 4 == 0  # space is allocated for four chunks at a time
-    assert _damaged(tmp_path, "flat").stat().st_blocks * 512 >= 4096 * len(mine)
+def test_only_blocks_that_have_disk_space_are_written(tmp_path):
+    form = _form(n_rows=64 * 512, block_rows=512)  # blocks of 4 KiB
+    directory = MirrorDirectory(Cache(tmp_path, max_bytes="400kB"), PRINT, "store")
+    file, content = RowsFile(directory, form), np.ones(64 * 4096, np.uint8)
+    file.put(np.arange(64), np.arange(1, 65) * 4096, content)
+    assert 0 < file.n_present < 64
+    assert not file.writable
+    assert file.missing(np.arange(64)).tolist() == list(range(file.n_present, 64))
 
 
 # ------------------------------------------------------------------------------------------------ many chunks
@@ -897,10 +865,10 @@ def test_only_chunks_that_have_disk_space_are_acquired(tmp_path, monkeypatch):
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, 99)), max_size=60))
 def test_a_set_of_chunks_knows_its_chunks(changes):
-    chunks, wanted = ChunkSet(100), np.zeros(100, bool)
+    chunks, wanted = BlockSet(100), np.zeros(100, bool)
     for change, chunk in changes:
         if change == "add":
-            chunks.add(chunk)
+            chunks.add(np.array([chunk]))
         else:
             chunks.remove(np.array([chunk]))
         wanted[chunk] = change == "add"
@@ -908,35 +876,32 @@ def test_a_set_of_chunks_knows_its_chunks(changes):
     for first, stop in ((0, 100), (8, 24), (96, 100)):
         assert chunks.covers(first, wanted[first:stop])
         assert chunks.covers(first, np.ones(stop - first, bool)) == wanted[first:stop].all()
-    copied = ChunkSet(100)
+    copied = BlockSet(100)
     for first in range(0, 100, 16):
         copied.assign(first, wanted[first : first + 16])
     np.testing.assert_array_equal(copied.contains(np.arange(100)), wanted)
 
 
 def test_words_are_looked_at_in_windows(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunk_file, "_WINDOW", 8)
-    layout = _layout(n_elements=395)
-    array, values = MirrorArray(_directory(tmp_path), layout), np.arange(395, dtype="<u2")
-    for chunk in (0, 7, 8, 39):
-        array.put(chunk, values[10 * chunk : 10 * chunk + 10])
-    assert (array.n_present, array.present_bytes) == (4, 2 * (30 + 5))
-    array.record_verified()
-    again = MirrorArray(_directory(tmp_path), layout)
-    assert again.contains(np.array([0, 7, 8, 39]))
-    assert again.missing(np.arange(40)).tolist() == [chunk for chunk in range(40) if chunk not in (0, 7, 8, 39)]
+    monkeypatch.setattr(rows_file, "_WINDOW", 8)
+    form = _form(n_rows=395)
+    file, held = RowsFile(_directory(tmp_path), form), [0, 7, 8, 39]
+    for block in held:
+        _put(file, block, np.ones((5 if block == 39 else 10, 4), "<u2"))
+    assert (file.n_present, file.present_bytes) == (4, 8 * (30 + 5))
+    file.record_verified()
+    again = RowsFile(_directory(tmp_path), form)
+    assert again.contains(np.array(held))
+    assert again.missing(np.arange(40)).tolist() == [block for block in range(40) if block not in held]
 
 
 def test_a_large_file_is_mapped_anew_once_much_of_it_was_read(tmp_path, monkeypatch):
-    array = MirrorArray(_directory(tmp_path), _layout(n_elements=50_000, chunk_elements=10_000))
-    values = np.arange(50_000, dtype="<u2")
-    array.put(0, values)
-    starts, stops = np.array([0, 20_000]), np.array([10_000, 30_000])
-    before, at = array.rows(starts, stops)
-    assert array.rows(starts, stops)[0].ctypes.data == before.ctypes.data
-    monkeypatch.setattr(chunk_file, "_LARGE_FILE", 1000)
-    monkeypatch.setattr(chunk_file, "_MOST_MAPPED", 100_000)
-    after, _ = array.rows(starts, stops)
+    file = _fill(tmp_path)
+    before = file.rows(np.arange(95)).content
+    assert file.rows(np.arange(95)).content.ctypes.data == before.ctypes.data
+    monkeypatch.setattr(rows_file, "_LARGE_FILE", 500)
+    monkeypatch.setattr(rows_file, "_MOST_MAPPED", 100)
+    file.rows(np.arange(95))
+    after = file.rows(np.arange(95)).content
     assert after.ctypes.data != before.ctypes.data
-    for rows in (before, after):  # the old map lasts for those who hold it
-        np.testing.assert_array_equal(rows[at[1] : at[1] + 10_000], values[20_000:30_000])
+    np.testing.assert_array_equal(before, after)  # the old map lasts for those who hold it
