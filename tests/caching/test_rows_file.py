@@ -1,4 +1,4 @@
-"""A cache, raw or compact, gives what the store gives, in all bits: cold, warm, offline, damaged, full, shared and killed."""
+"""A cache, raw or compact, gives what the store gives: cold, warm, offline, damaged, full, shared and killed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.caching.directory import cache_bytes, drop, mirrors
 from zloader.caching.inspection import inspect_mirror, verify
-from zloader.storage.row_blocks import RowForm
 from zloader.common.errors import CorruptChunkError
+from zloader.storage.row_blocks import RowForm
 
 pytestmark = pytest.mark.any_version
 

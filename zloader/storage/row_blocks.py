@@ -104,8 +104,8 @@ class RowForm:
         n_blocks = -(-n_rows // self.block_rows)
         if self.genes is None:
             return n_rows * self.row_bytes + n_blocks * ALIGNED
-        tables = n_blocks * self.block_rows * ENTRY_BYTES
-        return tables + n_rows * (HEAD_BYTES + 3 * ALIGNED) + n_values * (self.genes.itemsize + self.values.itemsize) + 64
+        heads = n_blocks * self.block_rows * ENTRY_BYTES + n_rows * (HEAD_BYTES + 3 * ALIGNED)
+        return heads + n_values * (self.genes.itemsize + self.values.itemsize) + 64
 
     def places_in_rows(self, starts: Rows, lengths: Rows) -> tuple[Rows, Rows, Rows]:
         """Where genes and values of raw rows begin, and where the rows end, from where they begin. In bytes."""
