@@ -56,8 +56,11 @@ class MirrorInspection(Held):
 
 
 def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
-    """The content of a mirror; empty if it has been dropped. Matrices with a damaged index are left out."""
-    files = _files(entry.directory)
+    """The content of a mirror; empty if it has been dropped, or if another version of zloader made it.
+
+    Matrices with a damaged index are left out.
+    """
+    files = _files(entry.directory) if is_of_this_version(entry.directory) else {kind: [] for kind in _SUFFIXES}
     arrays = {}
     for path in files["index"]:
         with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as file:

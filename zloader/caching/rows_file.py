@@ -492,5 +492,6 @@ def _write_index(
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
                 file.write(bytes(size - header.nbytes))
-        rows_path.unlink(missing_ok=True)  # whoever has it open goes on with it
+        if not rows_path.is_symlink():  # a link is left alone, and refused when it is opened
+            rows_path.unlink(missing_ok=True)  # whoever has it open goes on with it
         draft.replace(path)

@@ -50,16 +50,13 @@ class WarmFlags:
     min_free: Annotated[str, typer.Option(metavar="SIZE", help="Disk space to leave free.")] = "0"
     cache_form: Annotated[
         str,
-        typer.Option(
-            metavar="FORM",
-            help="How to keep values: decoded, or compact (40 % of the space).",
-        ),
+        typer.Option(metavar="FORM", help="How to keep values: raw, or compact (40 % of the space)."),
     ] = "raw"
     genes: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Keep only the genes named in a file, one per line. Needs --cache-form compact.",
+            help="Keep only the genes named in a file, one per line.",
             show_default="all genes",
         ),
     ] = None
@@ -84,8 +81,6 @@ def warm(flags: WarmFlags) -> None:
     cache = Cache(
         directory=flags.cache, max_bytes=flags.max_bytes, min_free_bytes=flags.min_free, form=flags.cache_form
     )
-    if flags.genes is not None and cache.form != "compact":
-        raise OptionError(f"--genes needs --cache-form compact: a {cache.form} mirror has all genes")
     genes = None if flags.genes is None else names_in(flags.genes)
     settings = {"url": flags.url, "cache": place_of(cache.directory)}
     latest: Warmed | None = None
@@ -311,6 +306,8 @@ def _show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorIns
 
 
 def _panels(inspection: MirrorInspection) -> list[str]:
-    """A line for each panel of genes, and for the rows of all genes, that a mirror keeps coded."""
-    held = {name: array for name, array in inspection.arrays.items() if name.endswith(" (rows)")}
+    """A line for each panel of genes that a mirror keeps."""
+    from zloader.storage.row_blocks import PANEL
+
+    held = {name: array for name, array in inspection.arrays.items() if PANEL in name}
     return [f"{name}: {size(array.bytes_held)}, {array.share:.0%}" for name, array in held.items()]
