@@ -130,7 +130,7 @@ class Cache:
     """A directory on a fast local disk for mirrors, and how much of the disk they may use.
 
     Pass it, or just the path of the directory, as `zl.open_dataset(url, cache=...)`. Each store gets a mirror of its
-    own, which grows until the cache is full; chunks that are not in the mirror are read from the store. When space is
+    own, which grows until the cache is full; rows that are not in the mirror are read from the store. When space is
     needed, mirrors that no process uses are evicted, stale ones first.
 
     `directory` is created if needed; `~` is expanded. If it holds other things, as `/tmp` does, the mirrors go to its
@@ -140,8 +140,8 @@ class Cache:
     limit. `min_free_bytes` is the space that mirrors leave free on the disk. Both are numbers of bytes, or strings such
     as "500GB" or "500G" (the same), or "500GiB". Raises OptionError for an invalid value.
 
-    `form` says how values are kept. "raw" needs no decoding later. "compact" keeps rows of sparse matrices coded,
-    in about 40 % of the space, and of chosen or joined genes only their values.
+    `form` says how the rows of sparse matrices are kept: "raw", in their stored dtypes, or "compact", coded in about
+    40 % of the space, which takes longer to fill.
 
     >>> cache = zl.Cache("/nvme/zloader", max_bytes="500GB", min_free_bytes="20 GiB")
     >>> cache.max_bytes, cache.min_free_bytes
