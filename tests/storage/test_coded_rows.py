@@ -1,4 +1,4 @@
-"""Coded rows give back the same bits, whatever is in them, and take no more room than they are promised."""
+"""Rows in blocks, raw or coded, give back the same bits, and take no more room than they are promised."""
 
 from __future__ import annotations
 
@@ -10,18 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from zloader.storage.coded_rows import (
-    ALIGNED,
-    ENTRY,
-    ENTRY_BYTES,
-    RAW,
-    code_rows,
-    most_bytes,
-    row_bytes,
-    take_genes,
-    take_values,
-    views_of,
-)
+from zloader.reading.gather import SourceRows
+from zloader.reading.matrix_reader import packed
+from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, RAW, take_genes, take_values
+from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm, places_of
 
 pytestmark = pytest.mark.any_version
 
@@ -37,60 +29,113 @@ ODD_WHOLE = (0, 1, 2, 14, 15, 16, 17, 254, 255, 256, 257, 2**12, 2**16 - 1, 2**1
 ODD_WHOLE += (2**24 - 1, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1)
 ODD_WHOLE += (-1, -2, -128, -(2**15), -(2**31), -(2**63))
 
+Row = tuple[np.ndarray, np.ndarray]  # genes and values
 
-class Block:
-    """Rows, given as pairs of genes and values, coded into memory that was full of the byte `before`."""
 
-    def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]], *, before: int = 0xA5, gap: int = 3) -> None:
-        self.dtypes = rows[0][0].dtype, rows[0][1].dtype
+class Packed:
+    """Rows packed into blocks, in memory that was full of the byte `before`.
+
+    In the source, `gap` other elements are before each row. `block_rows` are all rows unless given.
+    """
+
+    def __init__(
+        self, rows: list[Row], *, coded: bool = True, block_rows: int = 0, before: int = 0xA5, gap: int = 3
+    ) -> None:
+        genes, values = (part.dtype for part in rows[0])
+        self.form = form_of(len(rows), genes, values, block_rows=block_rows or len(rows), coded=coded)
         self.lengths = np.array([len(genes) for genes, _ in rows], np.int64)
-        apart = [[array for row in rows for array in (np.full(gap, 77, row[k].dtype), row[k])] for k in (0, 1)]
         starts = np.cumsum(self.lengths + gap) - self.lengths
-        itemsizes = sum(dtype.itemsize for dtype in self.dtypes)
-        self.most = int(most_bytes(len(rows), int(self.lengths.sum()), itemsizes))
-        # More than the promised room, to see that the rest is not touched.
-        self.memory = np.full((self.most + 64) // 8, before, np.uint64).view(np.uint8)
-        self.memory[:] = before
-        self.entries = np.zeros(len(rows), ENTRY)
-        views = views_of(self.memory, *self.dtypes)
+        apart = [[array for row in rows for array in (np.full(gap, 77, row[k].dtype), row[k])] for k in (0, 1)]
         of_genes, of_values = (np.concatenate(each) for each in apart)
-        self.n_bytes = code_rows(of_genes, of_values, (starts, starts), self.lengths, self.entries, views)
-        self.memory[: self.entries.nbytes] = self.entries.view(np.uint8)
-        assert self.n_bytes <= self.most
+        self.entries = np.zeros(len(rows), ENTRY)
+        self.entries["whole_length"], self.entries["whole_sum"] = self.lengths + 5, np.arange(len(rows)) - 0.5
+        most = self.form.most_bytes(len(rows), int(self.lengths.sum()))
+        # More than the promised room, to see that the rest is not touched.
+        self.memory = np.full(most // ALIGNED + 9, before, np.uint64).view(np.uint8)
+        self.memory[:] = before
+        source = SourceRows(
+            at=slice(None), genes=of_genes, values=of_values, starts=(starts, starts), lengths=self.lengths
+        )
+        words = self.entries.copy().view(np.uint64).reshape(len(rows), -1)
+        self.ends = packed(self.form, source, words, self.memory)
+        self.begins = np.append(0, self.ends)[:-1]
+        self.n_bytes = int(self.ends[-1])
+        assert self.n_bytes <= most
         assert (self.memory[self.n_bytes :] == before).all()
 
     @property
-    def heads(self) -> np.ndarray:
-        return self.entries["offset"].astype(np.int64)
+    def content(self) -> np.ndarray:
+        return self.memory[: self.n_bytes]
 
-    def row(self, number: int, *dtypes: Any) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def kept(self) -> KeptRows:
+        blocks, within = np.divmod(np.arange(len(self.lengths)), self.form.block_rows)
+        return places_of(self.form, self.content, self.begins[blocks], within)
+
+    def heads(self, number: int) -> list[int]:
+        """The two numbers in the head of a row."""
+        at = int(self.kept.starts[number])
+        return self.content[at : at + HEAD_BYTES].view("<u2").tolist()
+
+    def row(self, number: int, *dtypes: Any) -> Row:
         """The decoded row, in the stored dtypes or others."""
-        genes, values = (np.full(self.lengths[number], 99, dtype) for dtype in dtypes or self.dtypes)
-        views = views_of(self.memory[: self.n_bytes], *self.dtypes)
-        head = int(self.heads[number])
+        genes, values = (np.full(self.lengths[number], 99, dtype) for dtype in dtypes or self.form.dtypes)
+        views, head = self.kept.views, int(self.kept.starts[number])
         take_values(views, head, take_genes(views, head, genes), values)
         return genes, values
 
+    def raw_row(self, number: int) -> Row:
+        """The row as it lies in memory, which is raw."""
+        n, starts, (_, *views) = self.lengths[number], self.kept.elements(), self.kept.views
+        genes, values = (view[at[number] : at[number] + n] for view, at in zip(views, starts, strict=True))
+        return genes, values
 
-def check(rows: list[tuple[np.ndarray, np.ndarray]]) -> Block:
-    block = Block(rows)
-    assert block.entries["length"].tolist() == block.lengths.tolist()
-    first = -(-len(rows) * ENTRY_BYTES // ALIGNED) * ALIGNED
-    assert block.heads[0] == first
-    sizes = row_bytes(views_of(block.memory[: block.n_bytes], *block.dtypes), block.heads, block.lengths)
-    np.testing.assert_array_equal(block.heads + sizes, np.append(block.heads[1:], block.n_bytes))
-    assert not (block.heads % ALIGNED).any()
+    def end(self, number: int) -> int:
+        """The byte after a row, from its head alone."""
+        n, at = int(self.lengths[number]), int(self.kept.starts[number]) + HEAD_BYTES
+        for part, (head, dtype) in enumerate(zip(self.heads(number), self.form.dtypes, strict=True)):
+            if head == RAW:
+                at = -(-at // dtype.itemsize) * dtype.itemsize + n * dtype.itemsize
+            else:
+                at += (n if part == 0 or head & 0x8000 else (n + 1) // 2) + 4 * (head & 0x7FFF)
+        return -(-at // ALIGNED) * ALIGNED
+
+
+def form_of(n_rows: int, genes: Any, values: Any, *, block_rows: int, coded: bool = False, width: int = 0) -> RowForm:
+    return RowForm(
+        name="X", n_rows=n_rows, block_rows=block_rows, genes=None if genes is None else np.dtype(genes),
+        values=np.dtype(values), width=width, coded=coded, decoded_bytes=0,
+    )  # fmt: skip
+
+
+def check(rows: list[Row], **options: Any) -> Packed:
+    block = Packed(rows, **options)
+    kept, size, raw = block.kept, block.form.block_rows, not block.form.coded
+    assert len(block.ends) == -(-len(rows) // size)
+    assert kept.lengths.tolist() == block.lengths.tolist()
+    assert kept.totals.tolist() == block.entries["whole_sum"].tolist()
+    table = block.content[block.begins[-1] :][: size * ENTRY_BYTES].view(ENTRY)
+    last = (len(block.ends) - 1) * size
+    assert table["whole_length"][: len(rows) - last].tolist() == block.entries["whole_length"][last:].tolist()
+    assert not table[len(rows) - last :].tobytes().strip(b"\0")
+    # Rows lie one after another.
+    firsts = np.arange(len(rows)) % size == 0
+    ends = np.array([block.end(number) for number in range(len(rows))])
+    np.testing.assert_array_equal(kept.starts[firsts], block.begins + size * ENTRY_BYTES)
+    np.testing.assert_array_equal(kept.starts[~firsts], ends[:-1][~firsts[1:]])
+    np.testing.assert_array_equal(ends[np.append(firsts[1:], True)], block.ends)
+    assert not (kept.starts % ALIGNED).any()
     for number, wanted in enumerate(rows):
-        for found, part in zip(block.row(number), wanted, strict=True):
+        assert not raw or block.heads(number) == [RAW, RAW]
+        for found, part in zip(block.raw_row(number) if raw else block.row(number), wanted, strict=True):
             assert found.dtype == part.dtype
             assert found.tobytes() == part.tobytes()
     return block
 
 
-def is_raw(block: Block, number: int, part: int) -> bool:
+def is_raw(block: Packed, number: int, part: int) -> bool:
     """Whether the genes (0) or the values (1) of a row are as they were."""
-    at = int(block.heads[number]) + 2 * part
-    return int(block.memory[at : at + 2].view("<u2")[0]) == RAW
+    return block.heads(number)[part] == RAW
 
 
 def values_in(dtype: str) -> st.SearchStrategy[Any]:
@@ -116,7 +161,7 @@ def genes_in(dtype: str, length: int) -> st.SearchStrategy[np.ndarray]:
 
 
 @st.composite
-def some_rows(draw: st.DrawFn, pair: tuple[str, str]) -> list[tuple[np.ndarray, np.ndarray]]:
+def some_rows(draw: st.DrawFn, pair: tuple[str, str]) -> list[Row]:
     genes, values = pair
     of_values = values_in(values)
     lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=6))
@@ -129,21 +174,21 @@ def some_rows(draw: st.DrawFn, pair: tuple[str, str]) -> list[tuple[np.ndarray, 
 
 @pytest.mark.slow
 @EVERY_PAIR
-@given(data=st.data(), gap=st.integers(0, 3))
-def test_rows_have_the_same_bits_after_decoding(pair, data, gap):
+@pytest.mark.parametrize("coded", [True, False], ids=["coded", "raw"])
+@given(data=st.data(), gap=st.integers(0, 3), block_rows=st.integers(1, 7))
+def test_rows_have_the_same_bits_after_decoding(pair, coded, data, gap, block_rows):
     """And the same rows are the same bytes, alone or beside others.
 
     So processes that write a block at the same time do no harm, and nothing of the memory before gets into the file.
     """
     rows = data.draw(some_rows(pair))
-    whole, other = check(rows), Block(rows, before=0xFF, gap=gap)
-    np.testing.assert_array_equal(whole.memory[: whole.n_bytes], other.memory[: other.n_bytes])
-    for begin, row in zip(whole.heads.tolist(), rows, strict=True):
-        alone = Block([row], gap=gap, before=0)
-        size = alone.n_bytes - ENTRY_BYTES
-        np.testing.assert_array_equal(
-            whole.memory[begin : begin + size], alone.memory[ENTRY_BYTES : ENTRY_BYTES + size]
-        )
+    whole = check(rows, coded=coded, block_rows=block_rows)
+    other = Packed(rows, coded=coded, block_rows=block_rows, before=0xFF, gap=gap)
+    np.testing.assert_array_equal(whole.content, other.content)
+    for number, row in enumerate(rows):
+        begin, end = whole.kept.starts[number], whole.end(number)
+        alone = Packed([row], coded=coded, gap=gap, before=0)
+        np.testing.assert_array_equal(whole.content[begin:end], alone.content[ENTRY_BYTES:])
 
 
 LEAST = {"small": 1, "some large": 1, "beyond a byte": 256, "beyond 20 bits": 2**20, "odd": 0}
@@ -179,7 +224,61 @@ def test_rows_of_all_lengths(pair):
     genes, values = pair
     for kind in LEAST:
         of_values = [long_values(values, length, kind, length) for length in LENGTHS]
-        check([(long_genes(genes, len(some), 1), some) for some in of_values])
+        rows = [(long_genes(genes, len(some), 1), some) for some in of_values]
+        for options in ({}, {"block_rows": 3}, {"coded": False}, {"coded": False, "block_rows": 3}):
+            check(rows, **options)
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("values", ["bool", "int8", "uint16", "float16", "float32", "uint64", "float64"])
+@pytest.mark.parametrize("genes", ["uint8", "uint16", "uint32", "int64"])
+@pytest.mark.parametrize("block_rows", [1, 4, 13, 32])
+def test_raw_rows_of_values_of_all_sizes(values, genes, block_rows):
+    chance = np.random.default_rng(block_rows)
+    rows = []
+    for length in [0, 1, 2, 3, 0, 0, 5, 7, 40, 1, 0, 9, 0]:
+        bits = chance.integers(0, 2 if values == "bool" else 256, length * np.dtype(values).itemsize, np.uint8)
+        rows.append((chance.integers(0, 200, length).astype(genes), bits.view(values)))
+    whole = check(rows, coded=False, block_rows=block_rows)
+    for before in (0, 0xFF):
+        other = Packed(rows, coded=False, block_rows=block_rows, before=before, gap=0)
+        np.testing.assert_array_equal(whole.content, other.content)
+
+
+@pytest.mark.parametrize("values", ["bool", "int8", "uint16", "float16", "float32", "int64"])
+@pytest.mark.parametrize("width", [0, 1, 3, 8, 33])
+@pytest.mark.parametrize("block_rows", [1, 4, 11, 32])
+def test_dense_rows_are_their_values_alone(values, width, block_rows):
+    n_rows, dtype = 11, np.dtype(values)
+    bits = np.random.default_rng(width).integers(0, 2 if values == "bool" else 256, n_rows * width * dtype.itemsize)
+    dense = bits.astype(np.uint8).view(dtype).reshape(n_rows, width)
+    form = form_of(n_rows, None, dtype, block_rows=block_rows, width=width)
+    # Blocks may lie apart in the source.
+    gap = 5
+    firsts = np.arange(0, n_rows, block_rows)
+    apart = [part for first in firsts for part in (np.full(gap, 1, dtype), dense[first : first + block_rows].ravel())]
+    starts = np.arange(n_rows) * width + gap * (np.arange(n_rows) // block_rows + 1)
+    source = SourceRows(
+        at=slice(None), genes=None, values=np.concatenate(apart), starts=(starts, starts),
+        lengths=np.full(n_rows, width),
+    )  # fmt: skip
+    most, contents = form.most_bytes(n_rows, n_rows * width), []
+    for before in (0xA5, 0):
+        memory = np.full(most // ALIGNED + 9, 0, np.uint64).view(np.uint8)
+        memory[:] = before
+        ends = packed(form, source, np.zeros((n_rows, ENTRY_BYTES // 8), np.uint64), memory)
+        assert (ends <= most).all()
+        assert not (ends % ALIGNED).any()
+        assert (memory[ends[-1] :] == before).all()
+        contents.append(memory[: ends[-1]])
+    np.testing.assert_array_equal(*contents)
+    rows = np.array([0, 10, 3, 3, 7])
+    kept = places_of(form, contents[0], np.append(0, ends)[rows // block_rows], rows % block_rows)
+    assert kept.lengths.tolist() == [width] * len(rows)
+    assert kept.totals is None
+    elements = contents[0].view(dtype)
+    for row, start in zip(rows, kept.elements()[1], strict=True):
+        assert elements[start : start + width].tobytes() == dense[row].tobytes()
 
 
 @pytest.mark.parametrize(("genes", "values"), [("int64", "int64"), ("uint32", "float64")])
@@ -260,7 +359,8 @@ def test_counts_of_mostly_ones_take_less_than_two_bytes_each(genes, values):
     assert block.n_bytes < 1.7 * block.lengths.sum()
 
 
-def test_a_block_of_empty_rows_has_only_its_table_and_heads():
+@pytest.mark.parametrize("coded", [True, False])
+def test_a_block_of_empty_rows_has_only_its_table_and_heads(coded):
     empty = np.empty(0, np.uint16), np.empty(0, np.float32)
-    block = check([empty] * 5)
-    assert block.n_bytes == 5 * (ENTRY_BYTES + 8)
+    assert check([empty] * 5, coded=coded).n_bytes == 5 * (ENTRY_BYTES + 8)
+    assert check([empty] * 5, coded=coded, block_rows=4).n_bytes == 8 * ENTRY_BYTES + 5 * 8

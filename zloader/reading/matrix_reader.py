@@ -374,11 +374,14 @@ def packed(form: RowForm, rows: SourceRows, entries: NDArray[np.uint64], memory:
     Returns the byte after each block. `entries` are those of the rows, without places and lengths.
     """
     starts, lengths = rows.starts, rows.lengths
+    words = memory[: len(memory) // ALIGNED * ALIGNED].view(np.uint64)
+    ends: Rows
     values, kept = as_bits(rows.values), as_bits(memory[: len(memory) // ALIGNED * ALIGNED].view(form.values))
     firsts = np.arange(0, len(lengths), form.block_rows)
     if form.genes is None:
         sizes = np.minimum(firsts + form.block_rows, len(lengths)) - firsts
         ends = np.cumsum(-(-sizes * form.row_bytes // ALIGNED) * ALIGNED)
+        words[ends[ends > 0] // 8 - 1] = 0  # unused bytes, as below
         first_values = np.append(0, ends)[:-1] // form.values.itemsize
         whole = np.append(starts[1][firsts], 0)[: len(firsts)]
         copy_rows(values, whole, sizes * form.width, first_values, kept)
@@ -388,16 +391,19 @@ def packed(form: RowForm, rows: SourceRows, entries: NDArray[np.uint64], memory:
     if form.coded:
         ends = np.empty(len(firsts), np.int64)
         views = views_of(memory, form.genes, form.values)
-        words = memory[: len(memory) // ALIGNED * ALIGNED].view(np.uint64)
         code_blocks(rows.genes, rows.values, starts, lengths, entries, form.block_rows, views, words, ends)
         return ends
-    heads, ends, (of_genes, of_values) = form.raw_places(lengths)
+    heads, stops, (of_genes, of_values) = form.raw_places(lengths)
+    ends = stops[np.append(firsts[1:], len(lengths)) - 1]
     begins = np.append(0, ends)[:-1]
     of_entries = entries.view(ENTRY)[:, 0]
     of_entries["offset"], of_entries["length"] = heads - np.repeat(begins, form.block_rows)[: len(lengths)], lengths
-    memory[: len(memory) // 4 * 4].view(np.uint32)[heads // 4] = 0xFFFFFFFF
     sizes = np.minimum(form.block_rows, len(lengths) - firsts) * (ENTRY_BYTES // 8)
-    words = memory[: len(memory) // ALIGNED * ALIGNED].view(np.uint64)
+    # Unused bytes are 0, so that the same rows are the same bytes, whoever packs them.
+    words[begins[-1] // 8 + sizes[-1] : heads[firsts[-1]] // 8] = 0
+    words[(of_genes + lengths * genes.itemsize - 1) // 8] = 0
+    words[stops // 8 - 1] = 0
+    words[heads // 8] = 0xFFFFFFFF
     copy_rows(entries.reshape(-1), firsts * (ENTRY_BYTES // 8), sizes, begins // 8, words)
     copy_rows(rows.genes, starts[0], lengths, of_genes // form.genes.itemsize, genes)
     copy_rows(values, starts[1], lengths, of_values // form.values.itemsize, kept)

@@ -176,6 +176,7 @@ def code_blocks(  # noqa: PLR0913
         first, begin = block * block_rows, to
         stop = min(first + block_rows, len(lengths))
         to += block_rows * ENTRY_BYTES
+        words[begin // 8 : to // 8] = 0  # the last block may have fewer rows
         for row in range(first, stop):
             n, head = lengths[row], to
             of_genes = genes[starts[0][row] : starts[0][row] + n]

@@ -115,12 +115,12 @@ class RowForm:
         return genes, values, _aligned(values + lengths * self.values.itemsize, ALIGNED)
 
     def raw_places(self, lengths: Rows) -> tuple[Rows, Rows, tuple[Rows, Rows]]:
-        """Where raw rows in blocks one after another begin, where the blocks end, and where genes and values begin."""
+        """Where raw rows in blocks one after another begin and end, and where their genes and values begin."""
         _, _, sizes = self.places_in_rows(np.zeros_like(lengths), lengths)
         numbers = np.arange(len(lengths)) // self.block_rows
         starts = np.cumsum(sizes) - sizes + (numbers + 1) * (ENTRY_BYTES * self.block_rows)
         genes, values, stops = self.places_in_rows(starts, lengths)
-        return starts, stops[np.flatnonzero(np.append(np.diff(numbers), 1)[: len(stops)])], (genes, values)
+        return starts, stops, (genes, values)
 
 
 def _dense_rows(chunk_rows: int, row_bytes: int) -> int:
