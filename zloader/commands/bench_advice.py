@@ -224,7 +224,7 @@ def _processor(pace: Pace) -> Advice | None:
         return Advice(
             bound="decoding",
             text=f"Decoding bounds you: {busy}, and of the threads' work {decoding:.0%} was decoding. More cores would "
-            "help, and epochs that find decoded chunks in a mirror (--cache) do not decode.",
+            "help, and epochs that find rows in a mirror (--cache) do not decode.",
         )
     return Advice(
         bound="processor",

@@ -344,7 +344,7 @@ def mirror_chart(run: BenchRun) -> Chart:
             f"epoch {epoch.epoch}: {epoch.figures['mirrored_before']:.0%} to {epoch.figures['mirrored_after']:.0%}"
             for epoch in shown
         ),
-        caption=f"At the end it held {last['mirrored_after']:.0%} of the chunks, {size(last['mirror_bytes'])} when "
-        f"decoded.{_left_out(run)}",
+        caption=f"At the end it held {last['mirrored_after']:.0%} of the rows, {size(last['mirror_bytes'])}."
+        f"{_left_out(run)}",
         draw=draw,
     )

@@ -278,13 +278,13 @@ class _Mirrored:
 
     @property
     def share(self) -> float:
-        """The share of the chunks, from 0 to 1; 0 without a mirror."""
+        """The share of the blocks, from 0 to 1; 0 without a mirror."""
         chunks = sum(array.layout.n_chunks for array in self._arrays)
         return sum(array.n_present for array in self._arrays) / chunks if chunks else 0.0
 
     @property
     def n_bytes(self) -> int:
-        """The decoded bytes of these chunks."""
+        """The bytes of these blocks."""
         return sum(array.present_bytes for array in self._arrays)
 
 

@@ -191,7 +191,7 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
     console.print(table)
     about = "at most about" if matrix.at_most else "about"
     stored = sum(array.stored_bytes for array in matrix.arrays)
-    forms = (f"{size(matrix.decoded_bytes)} decoded", f"{about} {size(matrix.compact_bytes)} compact")
+    forms = (f"{size(matrix.decoded_bytes)} raw", f"{about} {size(matrix.compact_bytes)} compact")
     console.print(f"mirror: {', '.join(forms)}, {size(stored)} as stored")
 
 

@@ -71,7 +71,7 @@ class ReadClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """How much of some arrays is in a mirror, in chunks and in decoded bytes."""
+    """How much of some matrices or arrays is in a mirror, in blocks of rows and in bytes."""
 
     chunks: int
     chunks_held: int
@@ -80,7 +80,7 @@ class Held:
 
     @property
     def share(self) -> float:
-        """The share of the decoded bytes that the mirror holds, from 0 to 1."""
+        """The share of the bytes that the mirror holds, from 0 to 1."""
         return self.bytes_held / self.bytes_in_all if self.bytes_in_all else 1.0
 
 
@@ -90,11 +90,11 @@ class CacheStatistics(Held):
 
     Attributes:
         directory: Directory of the mirror.
-        chunks, chunks_held: Chunks of the matrix, and how many of them are cached.
-        bytes_in_all, bytes_held: Decoded bytes of the matrix, and how many of them are cached.
+        chunks, chunks_held: Blocks of rows of the matrix, and how many of them are cached.
+        bytes_in_all, bytes_held: Bytes of all blocks, estimated from those that are cached, and bytes of these.
         allocated_bytes: Disk space of all mirrors in the cache, in bytes.
         max_bytes: Limit for `allocated_bytes`; None means no limit.
-        full: Whether the cache has stopped accepting chunks.
+        full: Whether the cache has stopped accepting blocks.
 
     >>> for minibatch in zl.Loader(dataset):  # one epoch fills the mirror
     ...     pass
@@ -205,7 +205,7 @@ class Statistics:
         retries: Reads that were repeated after a failure.
         bytes_read: Stored bytes that the reads returned.
         chunks_decoded: Chunks read from the store and decoded.
-        chunks_from_mirror, bytes_from_mirror: Chunks, and decoded bytes, read from the mirror.
+        chunks_from_mirror, bytes_from_mirror: Blocks of rows, and their bytes, read from the mirror.
         in_flight_bytes, most_in_flight_bytes: Bytes being read now, and the highest value in the epoch.
         decode_s, gather_s: Seconds spent decoding and gathering, summed over threads.
         wait_s: Seconds that the consumer waited for minibatches.

@@ -1,6 +1,6 @@
-"""Fills the mirrors of a dataset ahead of training: every chunk of a matrix is read once, and so are obs and obsm.
+"""Fills the mirrors of a dataset ahead of training: with all rows of a matrix, and with obs and obsm.
 
-Chunks that are in a mirror already are not read again, so an interrupted run continues where it stopped. Several
+Rows that are in a mirror already are not read again, so an interrupted run continues where it stopped. Several
 processes that warm or train at the same time share the work.
 """
 
@@ -42,8 +42,8 @@ class Warmed(MirrorContents):
     >>> warmed.bytes_held == warmed.bytes_in_all, warmed.full
     (True, False)
 
-    - `chunks`, `chunks_held`: the chunks of the matrices, and how many of them are in the cache.
-    - `bytes_in_all`, `bytes_held`: the same in decoded bytes.
+    - `chunks`, `chunks_held`: the blocks of rows of the matrices, and how many of them are in the cache.
+    - `bytes_in_all`, `bytes_held`: the same in bytes, all of them estimated from those that are there.
     - `gets`, `bytes_read`: requests made and bytes read from the stores by this call.
     - `elapsed_s`: seconds since the call.
     - `full`: whether the cache has reached its limits, or its disk is full.

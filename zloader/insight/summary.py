@@ -65,7 +65,7 @@ class MatrixSummary:
 
     @property
     def decoded_bytes(self) -> int:
-        """The size of a decoded mirror."""
+        """The size of a raw mirror, without 40 bytes per row."""
         return sum(array.decoded_bytes for array in self.arrays)
 
 
