@@ -200,7 +200,6 @@ def test_slow_decoding_is_no_slow_disk(root, hangs):
             in_flight=ByteBudget(100),
             sweeping=0.0,
             own_buffers=threading.local(),
-            coding=asyncio.Semaphore(),
         )
         try:
             return await resources.decode([Span(key="b", start=0, stop=4)], decode)

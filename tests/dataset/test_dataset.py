@@ -160,17 +160,17 @@ def test_changed_objects_have_another_mirror(store, tmp_path):
 
 def test_damage_in_the_mirror_is_mended_from_the_store(store, tmp_path, caplog):
     epoch(zl.open_dataset(store, cache=tmp_path / "cache"))
-    (values,) = tmp_path.glob("cache/*/X%2Fdata.flat")
-    content = bytearray(values.read_bytes())
+    (rows,) = tmp_path.glob("cache/*/X.rows")
+    content = bytearray(rows.read_bytes())
     content[len(content) // 2] ^= 1
-    values.write_bytes(content)
-    (indptr,) = tmp_path.glob("cache/*/X%2Findptr.flat")
+    rows.write_bytes(content)
+    (indptr,) = tmp_path.glob("cache/*/X%2Findptr.array")
     indptr.write_bytes(indptr.read_bytes()[:-9])
     with caplog.at_level(logging.WARNING, "zloader"):
         dataset = zl.open_dataset(store, cache=tmp_path / "cache")
         assert sorted(epoch(dataset)) == list(range(120))
     assert "differs from its checksum" in caplog.text
-    assert "X%2Findptr.flat" in caplog.text
+    assert "X%2Findptr.array" in caplog.text
     caplog.clear()
     assert sorted(epoch(zl.open_dataset(store, cache=tmp_path / "cache"))) == list(range(120))
     assert caplog.text == ""

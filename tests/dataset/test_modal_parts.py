@@ -16,7 +16,7 @@ from helpers import dense
 
 import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.dataset import paged_columns
+from zloader.dataset import obsm_arrays
 
 mudata = pytest.importorskip("mudata", reason="mudata is not installed: pip install mudata")
 ROWS = {"rna": np.arange(70), "prot": 20 + np.random.default_rng(0).permutation(60), "atac": np.arange(3, 80, 11)}
@@ -69,8 +69,7 @@ def test_obsm_of_modalities(
     folder: Path, made: Any, tmp_path: Path, name: str, cached: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cached == "paged":
-        monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 0)
-        monkeypatch.setattr(paged_columns, "_LEAST_OF_STORE", 0)
+        monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", 0)
     obsm = ["rna:X_pca", "prot:numbers", "atac:X_pca", "X_wnn"]
     for turn in range(2):  # the second reads what the first has kept
         dataset = zl.open_dataset(folder / name, cache=tmp_path / "cache" if cached else None)

@@ -24,7 +24,7 @@ from helpers import PATIENCE_S, assert_same_minibatches, assert_threads_end, che
 
 import zloader as zl
 from zloader.common.errors import OptionError, ProducerError, StoreError
-from zloader.dataset import paged_columns
+from zloader.dataset import obsm_arrays
 from zloader.reading.bridge import Bridge
 from zloader.reading.column_rows import PagedColumn
 from zloader.reading.resources import Counters
@@ -537,8 +537,7 @@ def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
 @pytest.fixture
 def on_a_simulated_server(store, tmp_path, sim, monkeypatch) -> tuple[Any, zl.Loader]:
     """A simulated S3 server, and a loader of a store there that keeps some columns chunk by chunk."""
-    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 8)
-    monkeypatch.setattr(paged_columns, "_LEAST_OF_STORE", 1)
+    monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", 8)
     shutil.copytree(store, tmp_path / "bucket/counts.zarr")
     server = sim()
     dataset = zl.open_dataset(

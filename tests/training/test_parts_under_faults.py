@@ -10,7 +10,7 @@ from helpers import PATIENCE_S, assert_same_minibatches, assert_threads_end, cou
 
 import zloader as zl
 from zloader.common.errors import ReadError
-from zloader.dataset import paged_columns
+from zloader.dataset import obsm_arrays
 
 ADATA = counts(240, 40)
 ADATA.layers["twice"] = ADATA.X * 2
@@ -37,8 +37,7 @@ PASSING = [
 
 @pytest.fixture(autouse=True)
 def _small_columns_are_large(monkeypatch):
-    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 8)
-    monkeypatch.setattr(paged_columns, "_LEAST_OF_STORE", 1)
+    monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", 8)
 
 
 @pytest.fixture(scope="module")
