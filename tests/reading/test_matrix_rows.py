@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -10,18 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from zloader.reading import gather
-from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.gather import SourceRows
 from zloader.reading.matrix_rows import alike, spanning, united
-from zloader.reading.read_plan import Elements
 from zloader.selecting.genes import ChosenGenes
 
 pytestmark = pytest.mark.any_version
 
 N_COLUMNS, N_STORED = 70, 40
-
-
-def part_of(genes: ChosenGenes | None) -> MatrixPart:
-    return MatrixPart(url="", matrix=None, indptr=None, object_sizes={}, source=None, mirror=None, genes=genes)
 
 
 def choice(rng: np.random.Generator, kind: str) -> ChosenGenes:
@@ -49,8 +46,9 @@ def test_a_span_has_the_elements_of_every_array(lengths, dtype):
         assert span[start : start + len(array)].tolist() == array.tolist()
 
 
-def elements(*arrays: np.ndarray) -> list[Elements]:
-    return [Elements(source=array, starts=np.zeros(0, np.int64)) for array in arrays]
+def rows_in(genes: np.ndarray | None, values: np.ndarray, chosen: ChosenGenes | None) -> SourceRows:
+    none = np.zeros(0, np.int64)
+    return SourceRows(at=slice(None), genes=genes, values=values, starts=(none, none), lengths=none, chosen=chosen)
 
 
 @pytest.mark.every(2)
@@ -66,10 +64,11 @@ def test_rows_of_several_stores_are_gathered_as_those_of_one(kind, data, n_store
         wanted[row] = with_columns(stored[store], chosen[store])[of_store]
 
     csr = [scipy.sparse.csr_matrix(matrix) for matrix in stored]
-    parts = [part_of(genes) for genes in chosen]
-    arrays = [elements(matrix.indices.astype("uint16"), matrix.data) for matrix in csr]
-    assert len({alike(part, each) for part, each in zip(parts, arrays, strict=True)}) == 1
-    source, shifts = united(parts, arrays)
+    sources = [
+        rows_in(matrix.indices.astype("uint16"), matrix.data, genes) for matrix, genes in zip(csr, chosen, strict=True)
+    ]
+    assert len({alike(each) for each in sources}) == 1
+    source, shifts = united(sources)
     of, within = (np.array([each[k] for each in taken], np.int64) for k in range(2))
     genes, values, tables = (np.array([shift[k] for shift in shifts], np.int64)[of] for k in range(3))
     starts = np.array([matrix.indptr[:-1] for matrix in csr], np.int64)[of, within]
@@ -94,10 +93,11 @@ def test_rows_of_several_stores_are_gathered_as_those_of_one(kind, data, n_store
 def test_stores_that_are_gathered_in_other_ways_are_not_alike():
     rng = np.random.default_rng(0)
     genes, values = np.zeros(1, np.uint16), np.zeros(1, np.uint8)
-    kinds = [part_of(choice(rng, kind)) for kind in ("sorted", "unsorted", "left out")] + [part_of(None)]
-    keys = [alike(part, elements(genes, values)) for part in kinds]
-    keys += [alike(part, elements(values)) for part in kinds]  # dense stores differ in the positions of their genes
+    kinds = [choice(rng, kind) for kind in ("sorted", "unsorted", "left out")] + [None]
+    keys = [alike(rows_in(genes, values, kind)) for kind in kinds]
+    keys += [alike(rows_in(None, values, kind)) for kind in kinds]  # dense stores differ in the positions of genes
     others = [(genes, values.astype("int8")), (genes.astype("int32"), values)]
-    keys += [alike(kinds[0], elements(*arrays)) for arrays in others]
+    keys += [alike(rows_in(*arrays, kinds[0])) for arrays in others]
+    keys += [alike(replace(rows_in(*arrays, None), coded=(values, *arrays))) for arrays in [(genes, values), *others]]
     assert len(set(keys)) == len(keys)
-    assert alike(part_of(choice(rng, "sorted")), elements(genes, values)) == keys[0]
+    assert alike(rows_in(genes, values, choice(rng, "sorted"))) == keys[0]

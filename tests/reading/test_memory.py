@@ -16,9 +16,10 @@ from zloader.reading.back_pressure import ByteBudget
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
+from zloader.reading.matrix_parts import opened_readers
 from zloader.reading.matrix_rows import PlannedRows
 from zloader.reading.recipe import Recipe
-from zloader.reading.resources import BufferPool
+from zloader.reading.resources import BufferPool, Counters
 from zloader.selecting.genes import ChosenGenes
 
 pytestmark = pytest.mark.any_version
@@ -117,7 +118,9 @@ def test_copies_of_the_values_of_chosen_genes_are_counted(store, dense):
     chosen = ChosenGenes(positions=np.arange(5), n_stored=N_GENES)
     parts = zl.open_dataset(store)[:, np.arange(5)].matrices.parts("X", zl.FetchOptions())
     lengths, starts = np.full(N_ROWS, 3000), np.zeros(N_ROWS, np.int64)
-    planned = PlannedRows(parts=parts, at={0: slice(None)}, needed={0: []}, lengths=lengths)
+    with opened_readers(parts, zl.FetchOptions(), Counters(), sweeping=0) as [reader]:
+        needed = {0: reader.needed(slice(None), np.arange(N_ROWS), starts, starts)}
+    planned = PlannedRows(parts=parts, needed=needed, lengths=lengths)
     genes, values = np.arange(3000, dtype=np.uint16), np.ones(3000, parts[0].matrix.values.dtype)
     rows = gather.StoreRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
     form = Form(dense=dense, dtype="float32")

@@ -204,9 +204,9 @@ def _show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, in
     )
     table = terminal.new_table("", ">GETs", ">bytes")
     first, every = costs.first_mirrored, costs.unmirrored
-    about, at_most = ("", "") if every.exact else ("about ", "at most ")
+    about = "" if every.exact else "about "
     table.add_row("without a mirror, every epoch", f"{about}{every.gets:,}", f"{about}{size(every.bytes_read)}")
-    table.add_row("with a mirror, the first epoch", f"{at_most}{first.gets:,}", f"{at_most}{size(first.bytes_read)}")
+    table.add_row("with a mirror, the first epoch", f"{about}{first.gets:,}", f"{about}{size(first.bytes_read)}")
     table.add_row("with a mirror, each later epoch", "0", "0 B")
     console.print(table)
     console.print("Excludes metadata, indptr, and the columns of obs and obsm.", style="dim")

@@ -19,7 +19,6 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Rows, Span
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.store import OpenedStore
-from zloader.insight.summary import stored_bytes
 from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.read_plan import FillPlanner, ReadPlanner, planner_of, share_of
@@ -40,9 +39,8 @@ _DEFAULTS = FetchOptions()
 class EpochCost:
     """GETs and bytes that an epoch reads of its matrices, including their shard indexes.
 
-    Loader.statistics() counts the same, and beside it the reads of large obs columns and obsm arrays that a mirror
-    keeps chunk by chunk (paged_columns.py). Those are not counted here.
-    `exact` is False if the epoch was sampled. The cost is then an estimate without a mirror, an upper bound with one.
+    Loader.statistics() counts the same, and beside it the reads of large obsm arrays of which each fetch reads its rows
+    (obsm_arrays.py). Those are not counted here. `exact` is False if the epoch was sampled, and the cost is estimated.
     """
 
     gets: int
@@ -82,7 +80,7 @@ def epoch_costs(
     if plan.n_fetches > most_fetches:  # an evenly spaced few
         numbers = np.unique(np.linspace(0, plan.n_fetches - 1, SAMPLED_FETCHES).astype(int)).tolist()
     exact = len(numbers) == plan.n_fetches
-    every, first = _Count(), _Count()
+    every, first, later, n_left, n_later = _Count(), _Count(), _Count(), 0, 0
     taken = _rows_by_store(plan, ends, numbers)
     for (store, matrix), fetches in zip(stores, taken * len(names), strict=True):
         if store.transposing_bytes(matrix):
@@ -90,10 +88,12 @@ def epoch_costs(
         of_matrix = [store.rows_in(matrix.path, rows) for rows in fetches]
         sizes, form = store.object_sizes(), RowForm.of(matrix, None, compact=False)
         fill = FillPlanner.of(matrix, form, options, sizes, sweeping=share_of(plan.swept_rows, store.n_obs))
-        filled = [
-            form.rows_of(batch) for batch in _unseen(fill, [distinct(rows // form.block_rows) for rows in of_matrix])
-        ]
-        for count, of_reads in ((every, of_matrix), (first, filled)):
+        filled = _unseen(fill, [distinct(rows // form.block_rows) for rows in of_matrix])
+        of_first, of_later = (filled, []) if exact else (filled[:1], filled[1:])
+        n_left += form.layout.n_chunks - sum(map(len, of_first))
+        n_later += sum(map(len, of_later))
+        filling = [_rows_of(form, fill, some) for some in (of_first, of_later)]
+        for count, of_reads in zip((every, first, later), (of_matrix, *filling), strict=True):
             steps = list(_chunks_by_array(matrix, store.offsets(matrix), of_reads))
             for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
                 planner = planner_of(array, options)
@@ -101,21 +101,17 @@ def epoch_costs(
                 indexes = read_indexes(store, array, shards, options)
                 count.add(planner, wanted, indexes)
                 # In a sampled epoch, the other fetches need the other shards, too.
-                if size := array.placement.index_bytes:
+                if (size := array.placement.index_bytes) and count is not later:
                     needed = indexes if exact else range(array.n_shards)
                     n_indexes = sum(array.shard_key(shard) in store.objects for shard in needed)
                     count.index_gets += n_indexes
                     count.index_bytes += n_indexes * size
     if exact:
         return EpochCosts(unmirrored=every.cost(), first_mirrored=first.cost())
-    counted = sum(map(plan.n_positions, numbers))
-    unmirrored = every.cost(scale=plan.n_rows / plan.world_size / counted)
-    # With a mirror no chunk is read twice, so at most the whole matrix is read, with one GET per chunk.
-    arrays = [(store, array) for store, matrix in stores for array in matrix.arrays]
-    chunks = sum(array.n_chunks + array.n_shards for _, array in arrays)
-    whole = sum(stored_bytes(store, array) for store, array in arrays)
-    gets, bytes_read = min(chunks, unmirrored.gets), min(whole, unmirrored.bytes_read)
-    return EpochCosts(unmirrored=unmirrored, first_mirrored=EpochCost(gets=gets, bytes_read=bytes_read, exact=False))
+    scale = plan.n_rows / plan.world_size / sum(map(plan.n_positions, numbers))
+    # The first fetch reads less around what it needs. Those after it read each block that is left once, at most.
+    first.extend(later, min(scale, n_left / max(1, n_later)))
+    return EpochCosts(unmirrored=every.cost(scale), first_mirrored=first.cost(1))
 
 
 def _rows_by_store(plan: Plan, ends: Rows, numbers: Sequence[int]) -> list[list[Rows]]:
@@ -139,14 +135,19 @@ def _chunks_by_array(
 
 
 def _unseen(planner: FillPlanner, wanted: Sequence[Rows]) -> list[Rows]:
-    """The blocks that are read together when a mirror keeps those of the fetches before."""
+    """The blocks that each fetch reads when a mirror keeps those of the fetches before."""
     seen = np.zeros(planner.layout.n_chunks, bool)
     unseen: list[Rows] = []
     for turn, blocks in enumerate(wanted):
         missing = blocks_to_read(planner, blocks, seen, first_fetch=not turn)
-        unseen += planner.batches(missing)
+        unseen.append(missing)
         seen[missing] = True
     return unseen
+
+
+def _rows_of(form: RowForm, planner: FillPlanner, fetches: Sequence[Rows]) -> list[Rows]:
+    """The rows that are read together for the blocks of some fetches."""
+    return [form.rows_of(batch) for blocks in fetches for batch in planner.batches(blocks)]
 
 
 def blocks_to_read(planner: FillPlanner, blocks: Rows, held: NDArray[np.bool_], *, first_fetch: bool = False) -> Rows:
@@ -169,6 +170,11 @@ class _Count:
             spans, _ = planner.spans(chunks, indexes)
             self.gets += len(spans)
             self.n_bytes += total_bytes(spans)
+
+    def extend(self, other: _Count, scale: float) -> None:
+        """Adds what another count has found, several times."""
+        self.gets += round(other.gets * scale)
+        self.n_bytes += round(other.n_bytes * scale)
 
     def cost(self, scale: float | None = None) -> EpochCost:
         """The epoch's cost; `scale` extrapolates from a sample to the epoch."""
