@@ -65,9 +65,8 @@ class RowsFile:
         self._directory = directory
         self._path, self._index_path = (cached_path(directory.path, form.name, suffix) for suffix in ("rows", "index"))
         self.layout = form.layout
-        words, self.form = _map_index(directory, self._index_path, self._path, form)
+        self._file, words, self.form = _open(directory, self._path, self._index_path, form)
         self._offsets, self._words = words[0::2], words[1::2]
-        self._file = open_file(self._path)
         close_with(self, self._file)
         self._content, self._mapped_bytes = np.empty(0, np.uint8), 0
         self._lock = forkable_lock()  # threads that wait for the file system would do so busily
@@ -148,7 +147,9 @@ class RowsFile:
 
     def record_verified(self) -> None:
         """Records the files as verified, if this process has verified or written every present block."""
-        if self._unrecorded and all(self._verified.covers(*window) for window in self._present_windows()):
+        if not self._unrecorded or not os.fstat(self._file).st_nlink:  # deleted: others may be at its path
+            return
+        if all(self._verified.covers(*window) for window in self._present_windows()):
             self._directory.verified.record([self._path, self._index_path])
             self._unrecorded = False
 
@@ -356,13 +357,11 @@ def sizes_in(words: NDArray[np.uint64]) -> Rows:
 
 
 def open_file(path: Path) -> int:
-    """Opens a file for reading and writing, and creates it if needed; read-only if it cannot be opened for writing."""
+    """Opens a file for reading and writing; read-only if it cannot be opened for writing."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+        return os.open(path, os.O_RDWR | flags)
     except OSError:
-        if not path.is_file():
-            raise
         return os.open(path, os.O_RDONLY | flags)
 
 
@@ -431,36 +430,52 @@ class RowsIndex:
             os.pwrite(self.file, bytes(8), at)
 
 
-def _map_index(
-    directory: MirrorDirectory, path: Path, rows_path: Path, form: RowForm
-) -> tuple[NDArray[np.uint64], RowForm]:
-    """The words of all blocks, in memory shared with every process that maps them, and the form that the rows have.
+def _open(
+    directory: MirrorDirectory, path: Path, index_path: Path, form: RowForm
+) -> tuple[int, NDArray[np.uint64], RowForm]:
+    """Opens the rows, and maps the words of all blocks into memory shared with every process. And the rows' form.
 
-    An index that is damaged or of other rows is replaced.
+    An index that is damaged, of other rows, or without rows is replaced, together with the rows. Processes that have
+    both open go on with them. So that none has an old index with new rows, these are created last.
     """
     size = 8 * (_HEADER + 2 * -(-form.n_rows // form.block_rows))
-    if (found := _form_in(path, size, form)) is None:
-        with _locked(directory.path):
-            if (found := _form_in(path, size, form)) is None:  # no other process has written it meanwhile
-                found = form
-                _write_index(directory, path, rows_path, _header(path, form), size)
+    while True:
+        if _form_in(path, index_path, size, form) is None:
+            with _locked(directory.path):
+                if _form_in(path, index_path, size, form) is None:  # no other process has written it meanwhile
+                    _write_index(directory, index_path, path, _header(index_path, form), size)
+        file = -1
+        with contextlib.suppress(FileNotFoundError):  # they are being replaced
+            file = open_file(path)
+            words = _map_index(index_path)
+            found = _form_of(words[:_HEADER].tobytes(), index_path, form)
+            if found is not None and words.nbytes == size and os.fstat(file).st_nlink:
+                return file, words[_HEADER:], found
+        if file >= 0:
+            os.close(file)
+
+
+def _map_index(path: Path) -> NDArray[np.uint64]:
     file = open_file(path)
     try:
         access = mmap.ACCESS_WRITE if os.access(path, os.W_OK) else mmap.ACCESS_READ
-        words = np.frombuffer(map_file(file, size, access), "<u8")
+        return np.frombuffer(map_file(file, os.fstat(file).st_size, access), "<u8")
     finally:
         os.close(file)
-    return words[_HEADER:], found
 
 
-def _form_in(path: Path, size: int, form: RowForm) -> RowForm | None:
-    """The form that an index says its rows have: `form`, raw or coded. None if it is missing or not of such rows."""
+def _form_in(path: Path, index_path: Path, size: int, form: RowForm) -> RowForm | None:
+    """The form of rows, raw or coded. None if they or their index are missing, or if it is not one of such rows."""
     try:
-        with path.open("rb") as file:
-            content = file.read(8 * _HEADER) if os.fstat(file.fileno()).st_size == size else b""
+        with index_path.open("rb") as file:
+            content = file.read(8 * _HEADER) if os.fstat(file.fileno()).st_size == size and path.exists() else b""
     except FileNotFoundError:
         return None
-    return next((each for each in form.raw_and_coded if _header(path, each).tobytes() == content), None)
+    return _form_of(content, index_path, form)
+
+
+def _form_of(header: bytes, path: Path, form: RowForm) -> RowForm | None:
+    return next((each for each in form.raw_and_coded if _header(path, each).tobytes() == header), None)
 
 
 @contextlib.contextmanager
@@ -480,7 +495,7 @@ def _write_index(
 ) -> None:
     """Writes an index in which all blocks are absent, in place of an invalid one and of its rows."""
     if path.exists():
-        log.warning("%s is damaged or of another array: discarding all its blocks", path)
+        log.warning("%s is damaged, of another array or without its rows: discarding all its blocks", path)
     with draft_path(path) as draft:
         with draft.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)
@@ -495,3 +510,4 @@ def _write_index(
         if not rows_path.is_symlink():  # a link is left alone, and refused when it is opened
             rows_path.unlink(missing_ok=True)  # whoever has it open goes on with it
         draft.replace(path)
+    os.close(os.open(rows_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
