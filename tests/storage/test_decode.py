@@ -27,11 +27,14 @@ from hypothesis import strategies as st
 from pcodec import ChunkConfig, standalone
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
+from zloader.common.compiled import compiler_is_loaded, load_compiler
 from zloader.common.errors import CorruptChunkError, FormatError
 from zloader.common.options import MiB
 from zloader.storage import decode
 from zloader.storage.decode import Decoder, checksum
 from zloader.storage.metadata import array_layout
+
+pytestmark = pytest.mark.usefixtures("compiler")
 
 CHUNK = 50  # elements
 COMPRESSORS = {
@@ -54,6 +57,12 @@ DELTAS = [f"delta {codec}" for codec in ("blosc lz4 bitshuffle", "blosc zstd shu
 CODECS = [*COMPRESSORS, "pcodec", *DELTAS]
 DTYPES = ["uint8", "uint16", "uint32", "uint64", "int8", "int32", "int64", "float16", "float32", "float64", "bool"]
 CHECKED = pytest.mark.parametrize("checked", [False, True], ids=["plain", "crc32c"])
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """Until numba is loaded, chunks are decoded one by one."""
+    load_compiler()
 
 
 def _values(n, dtype):
@@ -333,6 +342,7 @@ def test_codecs_that_run_code_or_have_no_bound_are_refused(name):
 @pytest.fixture(params=[True, False], ids=["compiled", "one by one"])
 def either_way(request, monkeypatch):
     """Runs with the C functions, and as if the libraries did not export them."""
+    assert compiler_is_loaded()
     assert decode.decompresses_many()  # the installed wheels export the C functions
     monkeypatch.setattr(decode, "decompresses_many", lambda: request.param)
 
@@ -395,6 +405,38 @@ def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_it_is_touched(dra
     _same(out[begin:end], values[first:stop])
     assert (out[:begin] == 7).all()
     assert (out[end:] == 7).all()
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("codec", ["none", "delta none", "blosc lz4 shuffle", "delta blosc lz4 bitshuffle", "zstd"])
+@pytest.mark.parametrize("narrow", [None, "uint8", "uint16"])
+@pytest.mark.parametrize("kind", ["int32", "uint64"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_every_part_of_a_chunk_is_decoded_into_its_place(codec, narrow, kind, cut):
+    """Also into a narrower dtype, where elements out of bounds would fit, and from a last chunk that is short."""
+    if narrow and "delta" in codec:
+        pytest.skip("only arrays of files are narrowed, and these have no differences")
+    values = np.random.default_rng(1).integers(0, 250, CHUNK).astype(kind)
+    layout, (stored,) = _written(values, codec, checked=True)
+    n = 33 if cut and codec == "none" else CHUNK
+    if n < CHUNK:
+        stored = np.concatenate(
+            [values[:n].view("u1"), np.array([google_crc32c.value(values[:n].tobytes())], "<u4").view("u1")]
+        )
+    stored_dtype = None if narrow is None else np.dtype(kind)
+    layout = dataclasses.replace(layout, below=250, dtype=np.dtype(narrow or kind), stored_dtype=stored_dtype)
+    wrong = values.copy()
+    wrong[20] = 256 + 3
+    for first, stop in [(0, n), (0, 1), (n - 1, n), (5, 30), (20, 21)]:
+        out = np.full(3 * CHUNK, 7, layout.dtype)
+        chunk = np.array([(0, 2, len(stored), 10, first, stop, n)], decode.CHUNK)
+        assert Decoder(layout).decode_all([b"!!" + stored.tobytes()], chunk, out) == []
+        _same(out[10 : 10 + stop - first], values[first:stop].astype(layout.dtype))
+        assert (np.delete(out, slice(10, 10 + stop - first)) == 7).all()
+        _, (content,) = _written(wrong, codec, checked=True)
+        chunk = np.array([(0, 0, len(content), 10, first, stop, CHUNK)], decode.CHUNK)
+        errors = Decoder(layout).decode_all([content], chunk, out)
+        assert ["gene 259" in str(error) for _, error in errors] == [True] * (first <= 20 < stop)
 
 
 @pytest.mark.usefixtures("either_way")

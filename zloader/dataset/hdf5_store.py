@@ -277,7 +277,8 @@ class Hdf5Store(Store):
         self._require_unchanged()
         assert stored is not None
         try:
-            Decoder(layout).decode(np.frombuffer(stored.to_bytes(), np.uint8), out)
+            part = out[: size // out.itemsize] if layout.cut else out
+            Decoder(layout).decode(np.frombuffer(stored.to_bytes(), np.uint8), part)
         except CorruptChunkError as error:
             where = f"{self._location.url}: chunk {number} of {layout.path}, bytes {offset}-{offset + size - 1}"
             raise CorruptChunkError(f"{where}: {error}. Restore the file") from error

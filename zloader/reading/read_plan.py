@@ -209,5 +209,6 @@ class Slots:
         jobs = np.empty(len(chunks), CHUNK)
         jobs["read"], jobs["offset"], jobs["size"] = reads, offsets, sizes
         jobs["begin"], jobs["first"], jobs["stop"] = self.locate(chunks)
-        jobs["elements"] = 0 if self.layout.cut else self.layout.chunk_elements
+        begins, ends = self.layout.chunk_bounds(chunks)
+        jobs["elements"] = ends - begins if self.layout.cut else self.layout.chunk_elements
         return jobs

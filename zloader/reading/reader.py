@@ -89,7 +89,7 @@ class ArrayReader:
     def __init__(self, layout: ArrayLayout, resources: Resources) -> None:
         self.layout = layout
         self._resources = resources
-        self._decoder = Decoder(layout, few=True)  # or else the epoch has loaded numba
+        self._decoder = Decoder(layout)
         # If a chunk is corrupt twice, the stored object is corrupt. Unlike a busy server, that does not pass.
         self.rereads = min(1, resources.options.retries)
         known = resources.indexes.setdefault(layout.path, {})

@@ -31,7 +31,7 @@ def rehearse(matrix: MatrixLayout, form: Form, *, decoding: bool) -> None:
     shuffled(1, 0)  # imports numpy.random
     arrays = [np.empty(0, array.dtype) for array in matrix.arrays]
     for layout, elements in zip(matrix.arrays, arrays, strict=True) if decoding else ():
-        Decoder(layout, few=True).decode_all([], np.empty(0, CHUNK), elements)
+        Decoder(layout).decode_all([], np.empty(0, CHUNK), elements)
     *genes, values = arrays
     none = np.empty(0, np.int64)
     rows = StoreRows(

@@ -14,6 +14,7 @@ from typing import Any
 import numcodecs
 import numcodecs.registry
 import numpy as np
+from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
 from zloader.common.options import MiB
@@ -54,30 +55,35 @@ def sizes_before(coders: Sequence[Any], dtype: np.dtype[Any], n: int) -> list[tu
     return sizes
 
 
-def decode_within(coder: Any, stored: Any, dtype: np.dtype[Any], n: int) -> Any:
+def decode_within(coder: Any, stored: Any, dtype: np.dtype[Any], n: int, out: NDArray[Any] | None = None) -> Any:
     """What `coder` has encoded as `stored`: at most n elements of `dtype`, as an array or as bytes.
 
-    Raises ValueError for more, before more than that is decompressed, and the errors of the codec.
+    They may be decoded into `out`, if they have to be exactly n. Raises ValueError for more, before more than that is
+    decompressed, and the errors of the codec.
     """
     name, most = coder.codec_id, n * dtype.itemsize
     if name in _STREAMS:
         return _decompressed(coder, stored, most)
     if name not in _COMPRESSORS:
         return coder.decode(stored)
-    if name == "blosc" and not is_whole_blosc(stored):
-        raise ValueError(f"its blosc header does not match {len(stored)} stored bytes")
-    size = _zstd_size(stored, most) if name == "zstd" else _header_size(name, stored, most)
-    if size > most:
-        raise ValueError(f"it would decode to {size} bytes instead of {most}")
-    out = np.empty(size // dtype.itemsize, dtype)
-    coder.decode(stored, out)  # never writes more than fits
+    size = _size_in_header(name, stored, most)
+    if size > most or (out is not None and size != most):
+        raise ValueError(f"its header says that it has {size} bytes instead of {most}")
+    out = np.empty(size // dtype.itemsize, dtype) if out is None else out
+    if name == PCODEC:
+        _decode_pcodec(stored, out)
+    else:
+        coder.decode(stored, out)  # never writes more than fits
     return out
 
 
-def _header_size(name: str, stored: Any, default: int) -> int:
-    """The decoded size in the header of a blosc or lz4 chunk; `default` for other compressors."""
-    at = {"blosc": 4, "lz4": 0}.get(name)
-    return default if at is None else number(stored, at, 4)
+def _decode_pcodec(stored: Any, out: NDArray[Any]) -> None:
+    from pcodec import standalone  # an optional package
+
+    # Not through numcodecs, which would not say whether `out` was filled and nothing was left over.
+    done = standalone.simple_decompress_into(bytes(stored), out)
+    if done.n_processed != len(out) or not done.finished:
+        raise ValueError(f"it does not hold {len(out)} values")
 
 
 def _decompressed(coder: Any, stored: Any, most: int) -> bytes:
@@ -106,8 +112,15 @@ def is_whole_blosc(stored: Any) -> bool:
     return len(stored) >= 16 and number(stored, 12, 4) == len(stored)
 
 
-def _zstd_size(stored: Any, default: int) -> int:
-    """The decoded size in the header of a zstd frame (RFC 8878, 3.1.1.1), or `default` if it is not there."""
+def _size_in_header(name: str, stored: Any, default: int) -> int:
+    """The decoded size that a compressor has noted, or `default` if it has not. Raises ValueError for truncated blosc.
+
+    RFC 8878, 3.1.1.1, describes the frames of zstd.
+    """
+    if name == "blosc" and not is_whole_blosc(stored):
+        raise ValueError(f"its blosc header does not match {len(stored)} stored bytes")
+    if name != "zstd":
+        return number(stored, {"blosc": 4, "lz4": 0}[name], 4) if name != PCODEC else default
     described = number(stored, 4, 1)
     single_segment, code = described >> 5 & 1, described >> 6
     size = (single_segment, 2, 4, 8)[code]
@@ -138,32 +151,25 @@ def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> tuple[list[Any],
     """
     names = [codec["name"] for codec in codecs]
     checked = names[-1:] == ["crc32c"]
-    inner = codecs[:-1] if checked else codecs
     require_packages(names, path)
     if not {"bytes", PREFIX + PCODEC} & {*names}:
         raise _unreadable(path, names, names[-1])
-    plain = [codec["name"] == "bytes" and _settings(codec).get("endian") in ("little", None) for codec in inner]
-    return [_coder(codec, path, names) for codec, each in zip(inner, plain, strict=True) if not each], checked
-
-
-def _settings(codec: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(codec.get("configuration") or {})
+    coders = [_coder(codec, path, names) for codec in (codecs[:-1] if checked else codecs)]
+    return [coder for coder in coders if coder is not None], checked
 
 
 def _coder(codec: Mapping[str, Any], path: str, names: Sequence[str]) -> Any:
-    name, settings = codec["name"], _settings(codec)
-    if name.startswith(PREFIX):
-        settings["id"] = name.removeprefix(PREFIX)
-    elif name == "blosc":
-        shuffle = settings.get("shuffle", "shuffle")
-        settings = {key: settings[key] for key in ("cname", "clevel", "blocksize") if key in settings}
-        settings |= {"id": name, "shuffle": _SHUFFLES.index(shuffle) if shuffle in _SHUFFLES else shuffle}
-    elif name in ("zstd", "gzip"):
-        settings["id"] = name
-    else:
+    """The coder of a codec; None for bytes in the order of this machine."""
+    name, settings = codec["name"], dict(codec.get("configuration") or {})
+    if name == "bytes" and settings.get("endian") in ("little", None):
+        return None
+    if not name.startswith(PREFIX) and name not in ("blosc", "zstd", "gzip"):
         raise _unreadable(path, names, name)
     try:
-        coder = numcodecs.get_codec(settings)
+        if name == "blosc":
+            settings = {key: settings[key] for key in ("cname", "clevel", "blocksize", "shuffle") if key in settings}
+            settings["shuffle"] = _SHUFFLES.index(settings.get("shuffle", "shuffle"))
+        coder = numcodecs.get_codec(settings | {"id": name.removeprefix(PREFIX)})
     except (ValueError, TypeError) as error:
         raise _unreadable(path, names, name, f" ({error})") from error
     if coder.codec_id not in _COMPRESSORS | _FILTERS:  # the size of its output is not limited

@@ -18,20 +18,17 @@ from typing import Any
 
 import google_crc32c
 import numcodecs
-import numcodecs.blosc
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import External, compiled, compiled_after, compiler_is_loaded
 from zloader.common.errors import CorruptChunkError
-from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.storage import hdf5_filters
-from zloader.storage.coders import PCODEC, chain_of, decode_within, is_whole_blosc, number, sizes_before
+from zloader.storage.coders import chain_of, decode_within, number, sizes_before
 from zloader.storage.layout import ArrayLayout
 
 Bytes = NDArray[np.uint8]
-_MOST = np.iinfo(np.int64).max
 
 
 def checksum(stored: NDArray[Any]) -> int:
@@ -42,18 +39,19 @@ def checksum(stored: NDArray[Any]) -> int:
 class Decoder:
     """Decodes the chunks of one array with the codecs in `layout`. Raises FormatError for unsupported codecs.
 
-    If there are `few`, they are decoded one by one until numba is loaded, which takes longer.
+    Until numba is loaded, chunks are decoded one by one, because loading it takes longer if they are few.
     """
 
-    def __init__(self, layout: ArrayLayout, *, few: bool = False) -> None:
+    def __init__(self, layout: ArrayLayout) -> None:
         self._layout = layout
         self._dtype = layout.stored_dtype or layout.dtype
         self._narrows = layout.stored_dtype is not None
-        # None for elements that the compiled loops do not move, such as complex numbers
-        self._unsigned = np.dtype(f"u{self._dtype.itemsize}") if self._dtype.itemsize in (1, 2, 4, 8) else None
-        self._chunk_elements = layout.chunk_elements
-        self._checked, self._differences, self._decompress = _decompressor_of(layout)
-        self._few = few
+        self._checked, self._differences, self._compressed, self._decompress = _decompressor_of(layout)
+        # The compiled loops do not move some elements, such as complex numbers.
+        self._can_be_at_once = self._compressed is not None and self._dtype.itemsize in (1, 2, 4, 8)
+        below = -1 if layout.below is None else min(layout.below, np.iinfo(np.int64).max)
+        # Elements are compared as unsigned numbers, in which negative ones are large.
+        self._below = min(below, np.iinfo(self._dtype).max + 1) if self._dtype.kind == "i" else below
 
     def decode_all(
         self, reads: Sequence[bytes | Bytes], chunks: NDArray[Any], out: NDArray[Any]
@@ -62,16 +60,14 @@ class Decoder:
 
         Returns the position and the error of each chunk that is corrupt or violates the layout's bound `below`.
         """
-        views = [np.frombuffer(read, np.uint8) for read in reads]
-        corrupt = []
-        scratch: NDArray[Any] | None = None  # as fresh memory costs page faults
-        left = np.flatnonzero(~self._decode_at_once(views, chunks, out, self._below))
+        views, corrupt = [np.frombuffer(read, np.uint8) for read in reads], []
+        # Used again, as fresh memory costs page faults.
+        scratch = np.empty(self._layout.chunk_elements if len(chunks) else 0, self._dtype)
+        left = np.flatnonzero(~self._decode_at_once(views, chunks, out, scratch))
         for i, fields in zip(left.tolist(), chunks[left].tolist(), strict=True):
             read, offset, size, begin, first, stop, n_elements = fields
-            needed = whole = out[begin : begin + stop - first]
-            if len(needed) < (n_elements or self._chunk_elements) or self._narrows:
-                scratch = np.empty(self._chunk_elements, self._dtype) if scratch is None else scratch
-                whole = scratch[: n_elements or None]
+            needed = out[begin : begin + stop - first]
+            whole = scratch[:n_elements] if self._narrows or len(needed) < n_elements else needed
             try:
                 self._decode_whole(views[read][offset : offset + size], whole)
                 self._layout.check_bounds(whole[first:stop])
@@ -82,48 +78,27 @@ class Decoder:
                     needed[:] = whole[first:stop]
         return corrupt
 
-    @property
-    def _below(self) -> int:
-        """The bound of elements seen as unsigned, in which negative ones are large; -1 without a bound."""
-        if self._layout.below is None:
-            return -1
-        return min(self._layout.below, np.iinfo(self._dtype).max + 1 if self._dtype.kind == "i" else _MOST)
-
-    @cached_property
-    def _many_at_once(self) -> bool:
-        known = (_copy,) if self._narrows else (_blosc, _copy)
-        return self._unsigned is not None and self._decompress in known and decompresses_many()
-
     def _decode_at_once(
-        self, views: Sequence[Bytes], chunks: NDArray[Any], out: NDArray[Any], below: int
+        self, views: Sequence[Bytes], chunks: NDArray[Any], out: NDArray[Any], scratch: NDArray[Any]
     ) -> NDArray[np.bool_]:
         """Decodes chunks in one call and returns which are valid. The rest are decoded again singly, for errors."""
-        if (self._few and not compiler_is_loaded()) or not self._many_at_once:
+        if not (self._can_be_at_once and compiler_is_loaded() and decompresses_many()):
             return np.zeros(len(chunks), bool)
-        addresses, elements = np.array([view.ctypes.data for view in views], np.int64), out.view(f"u{out.itemsize}")
-        if self._decompress is _copy and not self._differences:
-            scratch = np.empty(self._chunk_elements if self._narrows else 0, self._unsigned)
-            return copy(addresses, chunks, self._checked, elements, scratch, below)
-        return decompress(addresses, chunks, self._checked, elements, self._chunk_elements, self._differences, below)
+        addresses = np.array([view.ctypes.data for view in views], np.int64)
+        elements, scratch = (array.view(f"u{array.itemsize}") for array in (out, scratch))
+        how = self._checked, bool(self._compressed), self._differences
+        return decompress(addresses, chunks, how, elements, scratch, self._below)
 
     def decode(self, stored: Bytes, out: NDArray[Any]) -> None:
         """Fills `out` with the first elements of a chunk. `out` is shorter than the chunk at the end of an array.
 
-        Raises CorruptChunkError if the checksum differs or the bytes do not decode to a whole chunk.
+        Raises CorruptChunkError if the checksum differs, if the bytes do not decode to a whole chunk, or for elements
+        out of bounds.
         """
-        if len(out) == self._chunk_elements and not self._narrows:
-            n_elements = 0 if self._layout.cut else len(out)
-            chunk = np.array([(0, 0, len(stored), 0, 0, len(out), n_elements)], CHUNK)
-            if self._decode_at_once([stored], chunk, out, -1)[0]:
-                return
-        whole = out
-        if len(out) < self._chunk_elements or self._narrows:
-            whole = np.empty(self._chunk_elements, self._dtype)
-        self._decode_whole(stored, whole)
-        if self._narrows:
-            self._layout.check_bounds(whole[: len(out)])
-        if whole is not out:
-            out[:] = whole[: len(out)]
+        n_elements = len(out) if self._layout.cut else self._layout.chunk_elements
+        chunk = np.array([(0, 0, len(stored), 0, 0, len(out), n_elements)], CHUNK)
+        for _, error in self.decode_all([stored], chunk, out):
+            raise error
 
     def _decode_whole(self, stored: Bytes, whole: NDArray[Any]) -> None:
         """Decodes all elements of a chunk, with an error that says what is wrong."""
@@ -131,8 +106,6 @@ class Decoder:
             if len(stored) < 4 or google_crc32c.value(stored[:-4]) != number(stored, len(stored) - 4, 4):
                 raise CorruptChunkError("its crc32c differs from the stored crc32c")
             stored = stored[:-4]
-        if self._layout.cut:
-            whole = whole[: len(stored) // self._dtype.itemsize]
         try:
             self._decompress(stored, whole)
         except BaseException as error:
@@ -150,60 +123,32 @@ def decodes_in_numpy(layout: ArrayLayout) -> bool:
     return not layout.codecs or layout.codecs[0]["name"] != hdf5_filters.NAME
 
 
-def _copy(stored: Bytes, out: NDArray[Any]) -> None:
-    target = out.view(np.uint8)
-    if len(stored) != len(target):
-        raise ValueError(f"{len(stored)} bytes instead of {len(target)}")
-    target[:] = stored
+def _decompressor_of(layout: ArrayLayout) -> tuple[bool, bool, bool | None, Callable[[Bytes, NDArray[Any]], None]]:
+    """Whether a chunk ends with its checksum, whether it holds differences, and a function that decompresses it.
 
-
-def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
-    if not is_whole_blosc(stored) or number(stored, 4, 4) != out.nbytes:
-        raise ValueError(f"its blosc header does not match {out.nbytes} decoded and {len(stored)} stored bytes")
-    numcodecs.blosc.decompress(stored, out)
-
-
-def _pcodec(stored: Bytes, out: NDArray[Any]) -> None:
-    from pcodec import standalone  # an optional package
-
-    # Not through numcodecs, which would not say whether `out` was filled and nothing was left over.
-    done = standalone.simple_decompress_into(stored.tobytes(), out)
-    if done.n_processed != len(out) or not done.finished:
-        raise ValueError(f"it does not hold {len(out)} values")
-
-
-def _decompressor_of(layout: ArrayLayout) -> tuple[bool, bool, Callable[[Bytes, NDArray[Any]], None]]:
-    """Whether a chunk ends with its checksum, whether it holds differences, and a function that decompresses it."""
+    In between is whether it is compressed in the one way that `decompress` knows; None if it is in another.
+    """
     if layout.codecs and layout.codecs[0]["name"] == hdf5_filters.NAME:
-        return False, False, hdf5_filters.Hdf5Filters(**layout.codecs[0]["configuration"]).decompress
+        return False, False, None, hdf5_filters.Hdf5Filters(**layout.codecs[0]["configuration"]).decompress
     coders, checked = chain_of(layout.codecs, layout.path)
-    delta, dtype = coders[0] if coders else None, layout.dtype
+    delta, dtype = coders[0] if coders else None, layout.stored_dtype or layout.dtype
     # Other differences, such as those of floats, are left to numcodecs.
     differences = isinstance(delta, numcodecs.Delta) and dtype.kind in "iu" and delta.dtype == delta.astype == dtype
-    return checked, differences, _decompressor(coders[differences:], dtype, layout.chunk_elements)
+    coders = coders[differences:]
+    compressed = {(): False, ("blosc",): True}.get(tuple(coder.codec_id for coder in coders))
+    steps = list(zip(coders, sizes_before(coders, dtype, layout.chunk_elements), strict=True))[::-1]
 
-
-def _decompressor(coders: Sequence[Any], dtype: np.dtype[Any], n: int) -> Callable[[Bytes, NDArray[Any]], None]:
-    """A function that undoes the coders, last first, for chunks of n elements."""
-    ids = [coder.codec_id for coder in coders]
-    if not coders:
-        return _copy
-    if ids == ["blosc"]:
-        return _blosc
-    if ids == [PCODEC]:
-        return _pcodec
-    steps = list(zip(coders, sizes_before(coders, dtype, n), strict=True))[::-1]
-
-    def through_bytes(stored: Bytes, out: NDArray[Any]) -> None:
+    def decompress(stored: Bytes, out: NDArray[Any]) -> None:
         plain: Any = stored
-        for coder, (dtype, most) in steps:
-            if coder.codec_id == PCODEC and coder is coders[0]:
-                _pcodec(np.frombuffer(plain, np.uint8), out)
-                return
-            plain = decode_within(coder, plain, dtype, most)
-        _copy(np.frombuffer(plain, np.uint8), out)
+        for i, (coder, (dtype, most)) in enumerate(steps, 1):
+            plain = decode_within(coder, plain, dtype, most, out if i == len(steps) else None)
+        if plain is not out:
+            plain, target = np.frombuffer(plain, np.uint8), out.view(np.uint8)
+            if len(plain) != len(target):
+                raise ValueError(f"{len(plain)} bytes instead of {len(target)}")
+            target[:] = plain
 
-    return through_bytes
+    return checked, differences, compressed, decompress
 
 
 # Addresses are passed as integers, which the C calling convention puts into the same registers as pointers.
@@ -237,7 +182,7 @@ _RESIDUE = np.uint32(0x48674BC7)
 
 # The source and the target of a chunk: it is bytes `[offset, offset + size)` of read number `read`. Only its elements
 # `[first, stop)` are needed, counted from its first element. They go into an array, from `begin` on.
-# Decoded it has so many `elements`, or if that is 0, any number.
+# Decoded it has so many `elements`.
 CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin", "first", "stop", "elements")])
 
 
@@ -245,80 +190,52 @@ CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin
 def decompress(
     addresses: Rows,
     chunks: NDArray[Any],
-    checked: bool,
-    out: NDArray[np.unsignedinteger],
-    most_elements: int,
-    differences: bool,
-    below: int,
-) -> NDArray[np.bool_]:
-    """Decompresses `chunks` (dtype CHUNK) from the reads at `addresses` into `out`. Returns which are valid.
-
-    With `checked`, each chunk ends with its crc32c, and its size includes those 4 bytes. The dtype of `out` has the
-    size of an element, and is unsigned whatever the elements are. A chunk may consist of several Blosc blocks, and only
-    the needed blocks are decompressed. With `differences`, the chunk holds differences of elements, so they are needed
-    from its first element on. Unless `below` is negative, a chunk with a needed element that is not less is invalid.
-    """
-    valid = np.zeros(len(chunks), np.bool_)
-    scratch = np.empty(most_elements, out.dtype)  # stays in the core's cache
-    for i in range(len(chunks)):
-        chunk = chunks[i]
-        stored = addresses[chunk.read] + chunk.offset
-        n = _body_bytes(stored, chunk.size, checked)
-        if n < 0:
-            continue
-        needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
-        decoded = needed if len(needed) == chunk.elements else scratch
-        first = 0 if differences else chunk.first
-        if not _decompress_part(stored, n, decoded.ctypes.data, chunk.elements, out.itemsize, first, chunk.stop):
-            continue
-        if differences:
-            accumulate(decoded[: chunk.first], decoded[chunk.first : chunk.stop], needed)
-        elif len(needed) < chunk.elements:
-            _memcpy(needed.ctypes.data, decoded.ctypes.data + chunk.first * out.itemsize, len(needed) * out.itemsize)
-        valid[i] = below < 0 or largest(needed) < np.uint64(below)
-    return valid
-
-
-@compiled
-def _body_bytes(stored: int, n: int, checked: bool) -> int:
-    """The bytes of a chunk without its checksum, if it has one; -1 if that differs."""
-    if not checked:
-        return n
-    return n - 4 if n >= 4 and _crc32c(stored, n) == _RESIDUE else -1
-
-
-@compiled
-def copy(
-    addresses: Rows,
-    chunks: NDArray[Any],
-    checked: bool,
+    how: tuple[bool, bool, bool],
     out: NDArray[np.unsignedinteger],
     scratch: NDArray[np.unsignedinteger],
     below: int,
 ) -> NDArray[np.bool_]:
-    """Like `decompress`, of chunks that are not compressed.
+    """Decodes `chunks` (dtype CHUNK) from the reads at `addresses` into `out`. Returns which are valid.
 
-    If `out` is narrower than the stored elements, `scratch` has their dtype and room for a chunk; otherwise it is
-    empty.
+    `how` says whether each chunk ends with its crc32c, which its size includes; whether it is compressed; and whether
+    it holds differences of elements, which are needed from its first element on. `scratch` has room for a chunk, in the
+    stored dtype; that of `out` is the same, or narrower. Both are unsigned, whatever the elements are. A chunk may
+    consist of several Blosc blocks, and only the needed blocks are decompressed. Unless `below` is negative, a chunk
+    with a needed element that is not less is invalid.
     """
+    checked, compressed, differences = how
     valid = np.zeros(len(chunks), np.bool_)
-    itemsize = scratch.itemsize
+    itemsize, narrows = scratch.itemsize, scratch.itemsize != out.itemsize
     for i in range(len(chunks)):
         chunk = chunks[i]
-        stored = addresses[chunk.read] + chunk.offset
-        n = _body_bytes(stored, chunk.size, checked)
-        if n < 0 or n < chunk.stop * itemsize or chunk.elements not in (0, n // itemsize) or n % itemsize:
-            continue
+        stored, n = addresses[chunk.read] + chunk.offset, chunk.size
+        if checked:
+            if n < 4 or _crc32c(stored, n) != _RESIDUE:
+                continue
+            n -= 4
         needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
-        if len(scratch) == 0:
-            _memcpy(needed.ctypes.data, stored + chunk.first * itemsize, len(needed) * itemsize)
-            valid[i] = below < 0 or largest(needed) < np.uint64(below)
+        whole = len(needed) == chunk.elements
+        direct = not narrows and (whole or not (compressed or differences))
+        target: Any = np.intp(needed.ctypes.data) - chunk.first * itemsize if direct else np.intp(scratch.ctypes.data)
+        first = 0 if differences else chunk.first
+        if compressed:
+            if not _decompress_part(stored, n, target, chunk.elements, itemsize, first, chunk.stop):
+                continue
+        elif n != chunk.elements * itemsize:
             continue
-        whole = scratch[: len(needed)]
-        _memcpy(whole.ctypes.data, stored + chunk.first * itemsize, len(needed) * itemsize)
-        valid[i] = largest(whole) < np.uint64(below)
-        for k in range(len(needed)):
-            needed[k] = whole[k]
+        else:
+            _memcpy(target + first * itemsize, stored + first * itemsize, (chunk.stop - first) * itemsize)
+        taken = scratch[chunk.first : chunk.stop]
+        if narrows and below >= 0 and largest(taken) >= np.uint64(below):
+            continue
+        if differences and direct:
+            accumulate(needed[:0], needed, needed)
+        elif differences:
+            accumulate(scratch[: chunk.first], taken, needed)
+        elif not direct:
+            for k in range(len(needed)):
+                needed[k] = taken[k]
+        valid[i] = below < 0 or largest(needed) < np.uint64(below)
     return valid
 
 
