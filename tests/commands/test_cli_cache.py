@@ -164,10 +164,10 @@ def test_warm_ends_on_a_signal_and_goes_on_when_run_again(interpreter, bucket, s
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     server = sim(root=bucket)
     server.faults = [{"match": "X/data/c/", "kind": "stall", "after": 10}]
-    flags = ("s3://atlas/counts.zarr", "--cache", tmp_path / "cache", "--json")
+    flags = ("s3://atlas/counts.zarr", "--x", "layers/twice", "--x", "X", "--cache", tmp_path / "cache", "--json")
     flags = (*flags, "--endpoint-url", server.url, "--region", "us-east-1")
     with interpreter.running(CLI, "warm", *flags) as process:
-        while not any(each.chunks_held == each.chunks for each in arrays_in(tmp_path / "cache", "X/indices")):
+        while not any(each.chunks_held == each.chunks for each in arrays_in(tmp_path / "cache", "layers/twice")):
             assert process.poll() is None, process.stderr.read()
         process.send_signal(number)
         found, said = process.communicate(zl.FetchOptions.deadline_s / 2)  # it does not wait for the deadline
@@ -178,9 +178,9 @@ def test_warm_ends_on_a_signal_and_goes_on_when_run_again(interpreter, bucket, s
     server.faults = []
     again = documented("warm", *flags)
     assert again["whole"]
-    values = (bucket / "atlas" / "counts.zarr" / "X" / "data").rglob("*")
-    stored = sum(path.stat().st_size for path in values if path.is_file())
-    assert 0 < again["bytes_read"] < stored * 1.1, "X/indices was not read again"
+    chunks = (bucket / "atlas" / "counts.zarr" / "X").rglob("c/*")
+    stored = sum(path.stat().st_size for path in chunks)
+    assert 0 < again["bytes_read"] < stored * 1.1, "layers/twice was not read again"
 
 
 def arrays_in(cache: Path, name: str):
