@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.caching.directory import MirrorDirectory, MirrorEntry, VerifiedMarks, drop, mirrors
 from zloader.caching.inspection import MirrorInspection, inspect_mirror, verify
-from zloader.caching.kept_arrays import save_array
+from zloader.caching.kept import save_array
 from zloader.caching.leases import Leases
 from zloader.caching.rows_file import RowsFile, RowsIndex
 from zloader.common.options import Cache

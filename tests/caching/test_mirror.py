@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 
 import zloader
 from zloader.caching import rows_file
-from zloader.caching.directory import MirrorDirectory
-from zloader.caching.kept_arrays import load_array as load_checked
-from zloader.caching.kept_arrays import save_array as save_windows
-from zloader.caching.kept_objects import load_object, save_object
-from zloader.caching.mirror import open_mirror_directory, open_rows
+from zloader.caching.directory import MirrorDirectory, open_mirror_directory
+from zloader.caching.kept import load_array as load_checked
+from zloader.caching.kept import load_object, save_object
+from zloader.caching.kept import save_array as save_windows
+from zloader.caching.mirror import open_rows
 from zloader.caching.rows_file import BlockSet, RowsFile
 from zloader.common import page_cache
 from zloader.common.options import Cache

@@ -14,9 +14,7 @@ import pytest
 from helpers import PATIENCE_S, counts, write_store
 
 import zloader as zl
-from zloader.caching.directory import MirrorDirectory, mirrors
-from zloader.caching.mirror import open_mirror_directory
-from zloader.caching.place import place_of
+from zloader.caching.directory import MirrorDirectory, mirrors, open_mirror_directory, place_of
 from zloader.common import file_systems
 from zloader.common.errors import CacheError, OptionError
 from zloader.common.file_systems import has_stable_inodes, shared_file_system

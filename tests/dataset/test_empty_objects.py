@@ -21,7 +21,7 @@ from sources import assert_same, files
 import zloader as zl
 from zloader.access.listed_store import is_metadata
 from zloader.access.location import Location
-from zloader.caching.kept_objects import save_object
+from zloader.caching.kept import save_object
 from zloader.common.errors import CacheError, MissingObjectError, TruncatedObjectError, ZloaderError
 from zloader.conversion.sources.locations import source_locations
 

@@ -16,7 +16,7 @@ import zarr
 from helpers import counts, write_store
 
 import zloader as zl
-from zloader.caching import kept_objects
+from zloader.caching import kept
 from zloader.common.errors import FormatError, OptionError
 from zloader.dataset import obs_columns
 from zloader.dataset.store import OpenedStore
@@ -374,7 +374,7 @@ def test_large_numbers_and_missing_values_are_refused(tmp_path: Path) -> None:
 
 
 def test_labels_too_large_to_be_cached_as_objects_are_available_offline(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_objects, "MAX_BYTES", 20)
+    monkeypatch.setattr(kept, "MAX_BYTES", 20)
     wanted = zl.open_dataset(store).obs_column("cell_type")
     zl.open_dataset(store, cache=tmp_path / "cache").obs_column("cell_type")
     found = zl.open_dataset(store, cache=tmp_path / "cache", offline=True).obs_column("cell_type")

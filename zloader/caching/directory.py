@@ -1,7 +1,7 @@
-"""The cache directory: its mirrors, which of them are in use and verified, and how much disk space they may take.
+"""The cache directory: its place, its mirrors, which of them are in use and verified, and how much they may take.
 
-    DIR/zloader-cache           see place.py
-    DIR/CACHEDIR.TAG            see place.py
+    DIR/zloader-cache           marks DIR as a cache; locked while disk space is allocated
+    DIR/CACHEDIR.TAG            excludes DIR from backups; only written if zloader created DIR
     DIR/FINGERPRINT-v6/         the mirror of one store, private to its owner (mode 0700)
         mirror.json             the store's URL, its FINGERPRINT, and when the mirror was created
         users                   locked (shared) by every process that uses the mirror; its mtime is the last use
@@ -9,8 +9,11 @@
         owners                  see leases.py
         proved.json             see VerifiedMarks
         NAME.rows, NAME.index   see rows_file.py
-        NAME.array              see kept_arrays.py
-        NAME.kept               see kept_objects.py
+        NAME.array, NAME.kept   see kept.py
+
+DIR is the directory that the user names, or `DIR/zloader` if that holds other things. No other user may be able to
+write to it, because values that another user puts there would be trusted. It is not on a file system that several
+machines share, because each sees late, or not at all, what the others write there.
 
 FINGERPRINT is computed by stored_objects.mirror_fingerprint. The checksums of all files with values include the names
 of the directory and the file (atomic_files.qualified_name), so a moved or renamed file counts as damaged.
@@ -22,24 +25,32 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
 import json
 import logging
 import os
+import pwd
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import stat
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zloader.caching.atomic_files import write_atomically
-from zloader.caching.place import MARK, make_cache, require_private, unmark
 from zloader.common.descriptors import close_with
+from zloader.common.errors import CacheError, OptionError
+from zloader.common.file_systems import shared_file_system
 from zloader.common.options import Cache
 
 log = logging.getLogger("zloader")
 
-_VERSION = 6  # of the file formats; part of each mirror's name
+VERSION = "-v6"  # of the file formats; the end of each mirror's name
+_MARK = "zloader-cache"
+_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This directory holds mirrors made by zloader.\n"
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
 # Of all versions, so that stale mirrors of older ones can be dropped.
 _OURS = re.compile(
@@ -48,25 +59,148 @@ _OURS = re.compile(
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
 
+# ---- the place of a cache
+
+
+def place_of(directory: Path) -> Path:
+    """The directory itself if it is missing, empty or already a cache; otherwise its subdirectory `zloader`.
+
+    Creates nothing. Raises OptionError for a file.
+    """
+    # The mark is the first thing that zloader creates in a cache. If this listing finds anything else of a cache, the
+    # look for the mark, which comes later, finds the mark. So processes that start at the same time agree on the place.
+    try:
+        is_free = not any(directory.iterdir())
+    except FileNotFoundError:
+        is_free = True
+    except OSError:  # it cannot be listed
+        is_free = False
+        with contextlib.suppress(OSError):
+            if not stat.S_ISDIR(directory.stat().st_mode):
+                raise OptionError(f"the cache {directory} is a file: give the path of a directory") from None
+    return directory if is_free or _is_marked(directory) else directory / "zloader"
+
+
+def _is_marked(place: Path) -> bool:
+    return os.access(place / _MARK, os.F_OK)
+
+
+def _make_cache(directory: Path) -> Path:
+    """Creates and marks the cache of a directory, if needed. Returns its place.
+
+    Raises OptionError for a file system that other machines share, PermissionError if other users could rename or
+    replace mirrors in the cache, and any other OSError.
+    """
+    place = place_of(directory)
+    require_local(place)
+    if place != directory:
+        require_safe(directory)
+    created = not place.exists()
+    if created:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if place != directory:
+        require_private(place)  # another user may have created it, or a link with its name
+    require_safe(place)
+    if not _is_marked(place):
+        (place / _MARK).touch(mode=0o600)
+    if created:
+        (place / "CACHEDIR.TAG").write_text(_TAG)  # https://bford.info/cachedir
+    return place
+
+
+def require_cache(directory: Path) -> Path:
+    """The place of the cache of a directory. Raises CacheError if there is none."""
+    place = place_of(directory)
+    if not _is_marked(place):
+        inside = "" if place == directory else f", and neither does {place}"
+        raise CacheError(f"{directory} is not a cache of zloader: it contains no file {_MARK}{inside}. Check the path")
+    return place
+
+
+def unmark_if_empty(place: Path) -> None:
+    """Once no mirror is left, removes the files that mark a cache, and then the directory itself if it is empty."""
+    if any((mirror / "users").exists() for mirror in _directories(place)):
+        return
+    tag = place / "CACHEDIR.TAG"
+    with contextlib.suppress(FileNotFoundError):
+        if tag.read_text() == _TAG:
+            tag.unlink()
+    (place / _MARK).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it contains other files, or is a mount point
+        place.rmdir()
+
+
+def require_local(place: Path) -> None:
+    """Raises OptionError if a cache would be on a file system that several machines share."""
+    nearest = next(each for each in (place, *place.parents) if each.exists())
+    if (shared := shared_file_system(nearest)) is not None:
+        raise OptionError(
+            f"the cache {place} is on {shared}, which other machines may share: no mirror is kept there. Give a "
+            "directory on a local disk, or no cache: a store that is on such a file system is read well from there"
+        )
+
+
+def require_safe(directory: Path) -> None:
+    """Raises PermissionError if other users could rename or replace mirrors in a cache directory.
+
+    The directory must belong to this user or to root. Other users may have write access only if the sticky bit is set,
+    as for /tmp, which keeps them from renaming files that they do not own.
+    """
+    found = directory.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(
+            f"it belongs to user {found.st_uid}, who could replace mirrors. Use a directory of your own"
+        )
+    others = stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    if found.st_mode & others and not found.st_mode & stat.S_ISVTX:
+        mode = oct(stat.S_IMODE(found.st_mode))
+        raise PermissionError(f"it has mode {mode}, so other users could replace mirrors. Run chmod go-w on it")
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is private to this user: it has the user's name, a common convention, and no other member."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == user and set(group.gr_mem) <= {user}
+
+
+def require_private(directory: Path) -> None:
+    """Raises PermissionError if other users have access to a mirror's directory, NotADirectoryError if it is a link."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{directory} is not a directory")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{directory} belongs to user {found.st_uid}, who could have changed it. Use another cache"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        mode = oct(stat.S_IMODE(found.st_mode))
+        raise PermissionError(f"{directory} has mode {mode}, so others could have changed it. Run chmod 700 on it")
+
+
+# ---- mirrors
+
 
 class MirrorDirectory:
     """The directory of one store's mirror, created if needed, and marked as in use for the life of this object.
 
-    `path` is the directory, `place` the cache that it is in, `form` that of its chunks (see Cache). `space` allocates
-    disk space, and `verified` records which files match their checksums. Raises OSError if the directory cannot be
-    created or belongs to another store, PermissionError if other users could have written to it, and OptionError if
-    other machines could.
+    `path` is the directory, `place` the cache that it is in, `form` that of its rows (see Cache). `space` allocates
+    disk space, and `verified` records which files match their checksums. `arrays` are the names of those that this
+    process keeps or is about to (kept.py). Raises OSError if the directory cannot be created or belongs to another
+    store, PermissionError if other users could have written to it, and OptionError if other machines could.
     """
 
     def __init__(self, cache: Cache, fingerprint: str, url: str) -> None:
         self.form = cache.form
-        self.place = make_cache(cache.directory)
-        self.path = self.place / _name(fingerprint)
+        self.place = _make_cache(cache.directory)
+        self.path = self.place / f"{fingerprint}{VERSION}"
         self._begin_use()
         self._describe(fingerprint, url)
         self.space = DiskSpace(cache, self.place)
         self.verified = VerifiedMarks(self.path)
-        self.arrays: set[str] = set()  # that this process keeps or is about to (kept_arrays.py)
+        self.arrays: set[str] = set()
 
     def _begin_use(self) -> None:
         """Opens and locks the file `users`, so that no process drops this mirror while it is in use."""
@@ -88,8 +222,8 @@ class MirrorDirectory:
     def _describe(self, fingerprint: str, url: str) -> None:
         description = self.path / "mirror.json"
         existed = description.exists()  # checked first: another process may be about to write the file
-        described = _described(self.path)
-        if described is None:
+        described = described_in(self.path)
+        if not described:
             if existed:
                 log.warning("%s is damaged; replacing it", description)
             made = datetime.now(UTC).isoformat(timespec="seconds")
@@ -108,17 +242,22 @@ class MirrorDirectory:
                     (other.directory / "stale").touch(mode=0o600)
 
 
-def _name(fingerprint: str) -> str:
-    return f"{fingerprint}-v{_VERSION}"
+def open_mirror_directory(cache: Cache, fingerprint: str, url: str) -> MirrorDirectory | None:
+    """The directory of a store's mirror, or None, with a warning, if it cannot be used."""
+    try:
+        return MirrorDirectory(cache, fingerprint, url)
+    except OSError as error:
+        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", cache.directory, error)
+        return None
 
 
-def _described(directory: Path) -> dict[str, str] | None:
-    """The content of a mirror's mirror.json, or None if the file is absent or damaged."""
+def described_in(directory: Path) -> dict[str, str]:
+    """The content of a mirror's mirror.json; empty if the file is absent or damaged."""
     try:
         described = json.loads((directory / "mirror.json").read_bytes())
         return {name: str(described[name]) for name in ("url", "fingerprint", "made")}
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,18 +285,16 @@ def mirrors(cache: Path) -> list[MirrorEntry]:
     """
     entries = []
     for directory in _directories(cache):
-        described = _described(directory) or {"url": "", "fingerprint": "", "made": ""}
+        described = {"url": "", "fingerprint": "", "made": ""} | described_in(directory)
         with contextlib.suppress(FileNotFoundError, PermissionError):  # it is being dropped, or belongs to another user
             users = directory / "users"
             entries.append(
                 MirrorEntry(
                     directory=directory,
-                    url=described["url"],
-                    fingerprint=described["fingerprint"],
-                    made=described["made"],
+                    **described,
                     used_s=(users if users.exists() else directory).stat().st_mtime,
-                    allocated_bytes=allocated_bytes(directory),
-                    stale=directory.name != _name(described["fingerprint"]) or (directory / "stale").exists(),
+                    allocated_bytes=_allocated_bytes(directory),
+                    stale=directory.name != f"{described['fingerprint']}{VERSION}" or (directory / "stale").exists(),
                 )
             )
     return sorted(entries, key=lambda entry: (not entry.stale, entry.used_s))
@@ -171,24 +308,7 @@ def _directories(cache: Path) -> list[Path]:
     return []
 
 
-def is_renamed(directory: Path) -> bool:
-    """Whether the fingerprint in a mirror's mirror.json differs from the one in its directory's name."""
-    described = _described(directory)
-    return described is not None and not directory.name.startswith(f"{described['fingerprint']}-v")
-
-
-def is_of_this_version(directory: Path) -> bool:
-    """Whether a mirror has the file formats of this version of zloader."""
-    return directory.name.endswith(_name(""))
-
-
-def unmark_if_empty(cache: Path) -> None:
-    """Once no mirror is left, removes the files that mark a cache, and then the directory itself if it is empty."""
-    if not any((mirror / "users").exists() for mirror in _directories(cache)):
-        unmark(cache)
-
-
-def allocated_bytes(directory: Path) -> int:
+def _allocated_bytes(directory: Path) -> int:
     """Disk space of a mirror in bytes: the blocks of its files, without holes, and of the directory itself."""
     total = 0
     with contextlib.suppress(FileNotFoundError, PermissionError):
@@ -202,7 +322,7 @@ def allocated_bytes(directory: Path) -> int:
 
 def cache_bytes(cache: Path) -> int:
     """Disk space of all mirrors in a cache, in bytes."""
-    return sum(map(allocated_bytes, _directories(cache)))
+    return sum(map(_allocated_bytes, _directories(cache)))
 
 
 def drop(directory: Path) -> bool:
@@ -210,12 +330,10 @@ def drop(directory: Path) -> bool:
 
     Files that zloader did not create are kept, and with them the directory.
     """
-    try:
-        users = os.open(directory / "users", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        users = None
-    try:
-        if users is not None:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileNotFoundError):
+            users = os.open(directory / "users", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            stack.callback(os.close, users)
             try:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -224,14 +342,11 @@ def drop(directory: Path) -> bool:
             ours = [item for item in found if _OURS.fullmatch(item.name) and item.is_file(follow_symlinks=False)]
         # "users" goes last: a process that waits for its lock then creates the mirror anew.
         for item in sorted(ours, key=lambda item: item.name == "users"):
-            with contextlib.suppress(FileNotFoundError):
-                Path(item.path).unlink()
+            Path(item.path).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it contains other files
             directory.rmdir()
+        log.info("dropped the mirror %s", directory)
         return True
-    finally:
-        if users is not None:
-            os.close(users)
 
 
 class DiskSpace:
@@ -245,53 +360,36 @@ class DiskSpace:
         self._most, self._least_free, self._place = cache.most, int(cache.min_free_bytes), place
         self.limited = cache.max_bytes is not None or self._least_free > 0
 
-    def allocate(self, file: int, runs: Sequence[tuple[int, int]]) -> int:
-        """Allocates the runs `(offset, bytes)` of a file, in order; returns how many of them fit.
+    def allocate(self, file: int, offset: int, sizes: Sequence[int]) -> int:
+        """Allocates pieces of a file that lie one after another, from a byte on; returns how many of them fit.
 
         Drops mirrors that are not in use to free space. Raises OSError if the file system cannot allocate. On macOS,
-        which lacks posix_fallocate, the runs are only counted, so processes that fill the cache at the same time may
+        which lacks posix_fallocate, the pieces are only counted, so processes that fill the cache at the same time may
         exceed a limit by the bytes that they have in flight.
         """
-        if not self.limited:
-            return len(runs)
-        with self._locked():
-            left = self._bytes_left()
-            for done, (offset, n_bytes) in enumerate(runs):
-                if not n_bytes:
-                    continue
-                needed = n_bytes + 2 * 4096  # the first and last block
-                while left < needed:
-                    if not self._drop_one():
-                        return done
-                    left = self._bytes_left()
-                if hasattr(os, "posix_fallocate"):
-                    before = os.fstat(file).st_blocks
-                    os.posix_fallocate(file, offset, n_bytes)
-                    left -= (os.fstat(file).st_blocks - before) * 512
-                else:
-                    left -= n_bytes
-        return len(runs)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        file = os.open(self._place / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not self.limited or not len(sizes):
+            return len(sizes)
+        ends = np.cumsum(sizes)
+        lock = os.open(self._place / _MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            while (left := self._bytes_left()) < ends[-1] and self._drop_one():
+                pass
+            done = int(np.searchsorted(ends, left, side="right"))
+            if done and ends[done - 1] and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, offset, int(ends[done - 1]))
         finally:
-            os.close(file)
-
-    def _bytes_left(self) -> int:
-        disk = os.statvfs(self._place)
-        free = disk.f_bavail * disk.f_frsize - self._least_free
-        return min(free, self._most - cache_bytes(self._place) - _RESERVE_BYTES)
+            os.close(lock)
+        return done
 
     def _drop_one(self) -> bool:
-        for entry in mirrors(self._place):
-            if drop(entry.directory):
-                log.info("dropped the mirror %s of %s to free disk space", entry.directory, entry.url)
-                return True
-        return False
+        return any(drop(entry.directory) for entry in mirrors(self._place))
+
+    def _bytes_left(self) -> int:
+        """What one more piece of a file may take, besides the first and the last block that it lies in."""
+        disk = os.statvfs(self._place)
+        free = disk.f_bavail * disk.f_frsize - self._least_free
+        return min(free, self._most - cache_bytes(self._place) - _RESERVE_BYTES) - 2 * 4096
 
 
 class VerifiedMarks:
@@ -301,14 +399,14 @@ class VerifiedMarks:
     machine's current boot, and the name of the mirror's directory. While these stay the same, the file is unchanged:
     killing a process does not undo its writes, since the kernel keeps them. After a crash of the machine, a change by
     another program, or the death of a process that was filling the mirror, the identity or boot ID differs. Then every
-    chunk is compared with its checksum on first use. If the record cannot be read or written, no file counts as
+    block is compared with its checksum on first use. If the record cannot be read or written, no file counts as
     verified.
     """
 
     def __init__(self, directory: Path) -> None:
         self._mirror = directory.name
         self._path = directory / "proved.json"
-        self._parsed: tuple[list[int], Any] | None = None  # the record's identity when it was read, and its content
+        self._parsed: tuple[list[int], Any] = [], None  # the record's identity when it was read, and its content
 
     def contains(self, *paths: Path) -> bool:
         """Whether all files are unchanged since they were recorded, in the current boot."""
@@ -321,19 +419,16 @@ class VerifiedMarks:
     def record(self, paths: Iterable[Path]) -> None:
         """Records the current state of files as verified."""
         with contextlib.suppress(OSError):
-            boot = _BOOT.read_text()
-            files = {**self._read(), **{path.name: _identity(path) for path in paths}}
-            write_atomically(self._path, json.dumps({"boot": boot, "mirror": self._mirror, "files": files}).encode())
+            files = self._read() | {path.name: _identity(path) for path in paths}
+            marks = {"boot": _BOOT.read_text(), "mirror": self._mirror, "files": files}
+            write_atomically(self._path, json.dumps(marks).encode())
 
     def _read(self) -> dict[str, list[int]]:
         try:
-            identity, parsed = _identity(self._path), self._parsed
-            document = (
-                parsed[1] if parsed is not None and parsed[0] == identity else json.loads(self._path.read_bytes())
-            )
-            self._parsed = identity, document
-            current = (document["boot"], document["mirror"]) == (_BOOT.read_text(), self._mirror)
-            return dict(document["files"]) if current else {}
+            if (identity := _identity(self._path)) != self._parsed[0]:
+                self._parsed = identity, json.loads(self._path.read_bytes())
+            marks = self._parsed[1]
+            return dict(marks["files"]) if (marks["boot"], marks["mirror"]) == (_BOOT.read_text(), self._mirror) else {}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return {}
 

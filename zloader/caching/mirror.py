@@ -1,8 +1,4 @@
-"""The mirror of a store on a local disk: its matrices row by row (rows_file.py), and what belongs to them.
-
-The directory is named after the fingerprint of the store, so changed objects get another mirror. Any number of
-processes can fill and read a mirror at once.
-"""
+"""The mirror of one matrix: its rows, or those of a panel of its genes beside rows with all genes (rows_file.py)."""
 
 from __future__ import annotations
 
@@ -13,20 +9,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from zloader.caching.atomic_files import cached_path, has_files
+from zloader.caching.atomic_files import cached_path
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.caching.rows_file import RowsFile
-from zloader.common.options import Cache
 from zloader.common.records import Held
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.row_blocks import PANEL, RowForm
 
 log = logging.getLogger("zloader")
-
-_CHUNK_BYTES = 1 << 20  # of an array that is made by zloader
-_WINDOW_BYTES = 32 << 20  # compared with its checksums before its pages are released
-_SHORT_BYTES = 1024  # runs of rows that are shorter than this on average are read instead of mapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +61,6 @@ class Mirror:
             self.whole.record_verified()
 
 
-def open_mirror_directory(cache: Cache, fingerprint: str, url: str) -> MirrorDirectory | None:
-    """The directory of a store's mirror, or None, with a warning, if it cannot be used."""
-    try:
-        return MirrorDirectory(cache, fingerprint, url)
-    except OSError as error:
-        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", cache.directory, error)
-        return None
-
-
 def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, panel: NDArray[Any] | None) -> Mirror | None:
     """The mirror of a matrix, or of a panel of its genes, given as the column of each gene.
 
@@ -88,10 +70,11 @@ def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, panel: NDArray[A
         return None
     try:
         form, whole = (RowForm.of(matrix, each, compact=directory.form == "compact") for each in (panel, None))
-        is_another = not has_rows(directory, form) and has_panels(directory, matrix)
         has_whole = whole.name != form.name and has_rows(directory, whole)
+        panels = directory.path.glob(f"{cached_path(directory.path, f'{matrix.path}{PANEL}', 'rows').stem}*.rows")
+        is_another = not has_whole and not has_rows(directory, form) and any(panels)
         rows = RowsFile(directory, form)
-        if is_another and not has_whole:
+        if is_another:
             log.warning(
                 "%s has %s with other genes, and not with these: the store is read again. A mirror of all genes, as "
                 "zl.warm of the whole dataset makes, serves every choice of genes",
@@ -106,10 +89,4 @@ def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, panel: NDArray[A
 
 def has_rows(directory: MirrorDirectory, form: RowForm) -> bool:
     """Whether the mirror has files of these rows, with some of their blocks or none."""
-    return has_files(directory.path, form.name, "rows", "index")
-
-
-def has_panels(directory: MirrorDirectory, matrix: MatrixLayout) -> bool:
-    """Whether the mirror has rows of the matrix with some of its genes."""
-    first = cached_path(directory.path, f"{matrix.path}{PANEL}", "rows").stem
-    return any(path.name.startswith(first) for path in directory.path.glob("*.rows"))
+    return all(cached_path(directory.path, form.name, suffix).exists() for suffix in ("rows", "index"))

@@ -272,7 +272,7 @@ class RowsFile:
                 raise OSError("it was replaced")
             begin = -(-found.st_size // _ALIGNED) * _ALIGNED
             offsets = begin + np.append(0, np.cumsum(sizes))
-            done = self._directory.space.allocate(file, list(zip(offsets[:-1].tolist(), sizes.tolist(), strict=True)))
+            done = self._directory.space.allocate(file, begin, sizes.tolist())
             if os.fstat(file).st_size < offsets[done]:
                 os.ftruncate(file, int(offsets[done]))
         except OSError as error:
@@ -499,7 +499,7 @@ def _write_index(
     with draft_path(path) as draft:
         with draft.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)
-            if not directory.space.allocate(file.fileno(), [(0, size)]):
+            if not directory.space.allocate(file.fileno(), 0, [size]):
                 raise OSError(f"{path} does not fit into the cache")
             file.write(header.tobytes())
             # A store to a hole on a full disk raises SIGBUS, so all blocks are allocated.

@@ -71,7 +71,7 @@ def warm(flags: WarmFlags) -> None:
 
     Cached chunks are not read again. After Ctrl-C or a crash, run the same command to continue.
     """
-    from zloader.caching.place import place_of
+    from zloader.caching.directory import place_of
     from zloader.common.options import Cache
     from zloader.common.progress import byte_bar
     from zloader.dataset.dataset import open_dataset
@@ -137,8 +137,7 @@ class CacheFlags:
 
 def _mirrors(directory: Path) -> tuple[Path, list[MirrorEntry]]:
     """The place of the cache of a directory, and its mirrors."""
-    from zloader.caching.directory import mirrors
-    from zloader.caching.place import require_cache
+    from zloader.caching.directory import mirrors, require_cache
 
     place = require_cache(directory.absolute())
     return place, mirrors(place)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.kept_arrays import load_array, save_array
+from zloader.caching.kept import load_array, save_array
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed, warn_user

@@ -16,7 +16,7 @@ from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
 from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.kept_objects import MAX_BYTES, load_object, may_be_decoded, save_object
+from zloader.caching.kept import load_object, may_keep, save_object
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.locks import cached_property
 from zloader.common.options import Cache
@@ -139,6 +139,6 @@ class _KeptFile(Hdf5Store):
             raise CacheError(f"{key} of {self._location.url} is not in the mirror: read it once online")
         if content is None:
             content = await super().chunk(key, prototype)
-            if content is not None and len(content) <= MAX_BYTES and not may_be_decoded(directory, key):
+            if content is not None and may_keep(directory, key, len(content)):
                 save_object(directory, key, content)
         return content

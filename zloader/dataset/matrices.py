@@ -17,9 +17,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.directory import cache_bytes
+from zloader.caching.directory import cache_bytes, place_of
 from zloader.caching.mirror import Mirror, contents_of, has_rows
-from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError

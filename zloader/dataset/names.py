@@ -17,7 +17,7 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.caching.kept_arrays import load_array, save_array
+from zloader.caching.kept import load_array, save_array
 from zloader.common import page_cache
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows

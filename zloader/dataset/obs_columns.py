@@ -1,7 +1,7 @@
 """The columns of one store: its obs columns, as anndata reads them or as numbers, and its obsm arrays.
 
 An array of numbers, codes or dates is read whole when it is first used. With a mirror it is kept there decoded
-(kept_arrays.py) and memory-mapped, and nothing else of it is.
+(kept.py) and memory-mapped, and nothing else of it is.
 
 Columns of strings and nullable columns are read whole: labels and dtypes depend on all of their values. The mirror
 keeps their objects.

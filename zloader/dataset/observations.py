@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.kept_arrays import load_array, save_array
-from zloader.caching.kept_objects import load_object, save_object
+from zloader.caching.kept import load_array, load_object, save_array, save_object
 from zloader.common import page_cache
 from zloader.common.checks import names_of
 from zloader.common.concurrent_calls import concurrently

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.kept_arrays import has_array, load_array, save_array
+from zloader.caching.kept import has_array, load_array, save_array
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError, ZloaderError
 from zloader.common.locks import cached_property

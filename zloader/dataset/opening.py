@@ -15,10 +15,8 @@ from functools import partial
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
 from zloader.access.zarr_groups import no_codec_warnings
-from zloader.caching.directory import MirrorDirectory
-from zloader.caching.kept_objects import load_listing
-from zloader.caching.mirror import open_mirror_directory
-from zloader.caching.place import place_of
+from zloader.caching.directory import MirrorDirectory, open_mirror_directory, place_of
+from zloader.caching.kept import load_listing
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import Cache

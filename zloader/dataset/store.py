@@ -21,13 +21,9 @@ from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
 from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys, without_stale
-from zloader.caching.kept_arrays import load_array, save_array
-from zloader.caching.kept_objects import CachedMetadataStore, OfflineSource, save_listing
-from zloader.caching.mirror import (
-    Mirror,
-    open_mirror_directory,
-    open_rows,
-)
+from zloader.caching.directory import open_mirror_directory
+from zloader.caching.kept import CachedMetadataStore, OfflineSource, load_array, save_array, save_listing
+from zloader.caching.mirror import Mirror, open_rows
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions

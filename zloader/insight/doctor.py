@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from zloader.caching.place import place_of, require_local, require_private, require_safe
+from zloader.caching.directory import place_of, require_local, require_private, require_safe
 from zloader.common import machine
 from zloader.common.errors import OptionError, ZloaderError
 from zloader.common.file_systems import has_stable_inodes
