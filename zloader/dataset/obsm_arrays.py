@@ -31,7 +31,8 @@ from zloader.selecting.columns import require_exact, unfit_obsm
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import MatrixLayout
 
-_MOST_WHOLE = 32 << 20  # bytes, over all stores
+# In bytes, over all stores. More than 32 stores may have 1 MiB each, because each array of a store takes open files.
+_MOST_WHOLE, _STORES = 32 << 20, 32
 _LARGEST_CHUNK = 8 << 20  # bytes: larger ones would delay the first minibatch as much as the whole array does
 
 
@@ -83,7 +84,8 @@ class ObsmArrays:
             return None
         self.require([name])
         path, nodes = self._path(name), [store.node(self._path(name)) for store in self._stores]
-        is_small = sum(math.prod(node.shape) * node.dtype.itemsize for node in nodes) <= _MOST_WHOLE
+        most = _MOST_WHOLE * max(1, len(nodes) / _STORES)
+        is_small = sum(math.prod(node.shape) * node.dtype.itemsize for node in nodes) <= most
         if self._directory is None or is_small or has_array(self._directory, f"/obsm/{name}"):
             return None
         matrices = [_matrix(store, path) for store in self._stores]

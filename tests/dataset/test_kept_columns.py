@@ -1,8 +1,7 @@
-"""Large obs columns and obsm arrays, read chunk by chunk: equal to whole ones, and as safe."""
+"""Obs columns, kept whole in the mirror, and large obsm arrays, kept row by row: right, and read once."""
 
 from __future__ import annotations
 
-import resource
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -18,12 +17,13 @@ from helpers import PATIENCE_S, check_minibatch, counts, write_store
 
 import zloader as zl
 from zloader.caching import kept_objects
-from zloader.caching.mirror import MirrorArray
+from zloader.caching.rows_file import RowsFile
 from zloader.common.errors import CacheError, FormatError, MissingObjectError, ReadError
 from zloader.conversion.writing import elements
-from zloader.dataset import paged_columns
+from zloader.dataset import obsm_arrays
 from zloader.dataset.obs_columns import StoreColumns
 from zloader.reading.column_rows import PagedColumn, rows_of
+from zloader.storage import row_blocks
 
 pytestmark = pytest.mark.any_version
 
@@ -32,7 +32,8 @@ SIZES: dict[str, Any] = {"batch_size": 8, "fetch_factor": 2, "sampling": zl.Bloc
 NARROW = zl.FetchOptions(gap_bytes=0, least_read_bytes=0, prefetch=1)  # reads only what a fetch needs
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane", "maybe"]
 OBSM = ["pca", "cube"]
-PAGED = ["obs/cell_type/codes", "obs/lane", "obs/n_counts", "obs/passed", "obsm/cube", "obsm/pca"]
+KEPT = ["obs/cell_type/codes", "obs/lane", "obs/n_counts", "obs/passed"]
+PAGED = ["obsm/cube", "obsm/pca"]
 FORMS: dict[str, dict[str, Any]] = {"v2": {}, "v3": {}, "v3 shards": {"shards": (40,)}}
 
 
@@ -54,7 +55,7 @@ def by_anndata(adata: ad.AnnData, path: Path, form: str) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of anndata and zarr, about their formats
         ad.io.write_elem(root, "/", adata)
-        for name in PAGED:
+        for name in KEPT + PAGED:
             values, attributes, (above, _, last) = root[name][...], dict(root[name].attrs), name.rpartition("/")
             shards = {key: (*rows, *values.shape[1:]) for key, rows in FORMS[form].items()}
             del root[name]
@@ -76,8 +77,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 8)
-    monkeypatch.setattr(paged_columns, "_LEAST_OF_STORE", 1)
+    monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", 8)
+    monkeypatch.setattr(row_blocks, "_DENSE_BYTES", 100)
 
 
 def loader_of(dataset: zl.Dataset, obs: Any = OBS, obsm: Any = OBSM, **options: Any) -> zl.Loader:
@@ -108,14 +109,26 @@ def check_rows(minibatches: Iterable[zl.Minibatch], adata: ad.AnnData) -> None:
     assert sorted(np.concatenate(seen)) == list(range(adata.n_obs))
 
 
-def arrays_of(dataset: zl.Dataset) -> dict[str, MirrorArray]:
-    """The arrays of the first store that are read chunk by chunk."""
-    return {path: arrays[0] for path, arrays in sorted(dataset.observations.paged.arrays.items()) if arrays}
+def paged_of(dataset: zl.Dataset) -> list[str]:
+    """The obsm arrays of which a fetch reads its rows."""
+    return sorted(dataset.observations.arrays.all_paged(OBSM, zl.FetchOptions()))
+
+
+def rows_files(dataset: zl.Dataset) -> dict[str, RowsFile]:
+    """The mirrors of these arrays of the first store."""
+    paged = dataset.observations.arrays.all_paged(OBSM, zl.FetchOptions())
+    return {name: paged[name].parts[0].mirror.rows for name in sorted(paged)}
+
+
+def files_of(cache: Path, name: str) -> list[str]:
+    """What the mirrors of a cache have of an array."""
+    (encoded, suffixes) = (name.replace("/", "%2F"), ("array", "rows", "index", "kept"))
+    return sorted(path.suffix for path in cache.glob("*/*") if path.name in [f"{encoded}.{each}" for each in suffixes])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["converted", *FORMS])
-def test_epochs_read_columns_chunk_by_chunk_and_then_from_the_mirror(tmp_path, store, form):
+def test_epochs_read_columns_once_and_then_from_the_mirror(tmp_path, store, form):
     path = store if form == "converted" else by_anndata(ADATA, tmp_path / "a.zarr", form)
     for epoch in range(2):
         dataset = zl.open_dataset(path, cache=tmp_path / "cache")
@@ -126,21 +139,21 @@ def test_epochs_read_columns_chunk_by_chunk_and_then_from_the_mirror(tmp_path, s
             name: values.dtype for name, values in whole.obs.items()
         }
         check_rows(minibatches, ADATA)
-        assert list(arrays_of(dataset)) == PAGED
+        assert paged_of(dataset) == sorted(OBSM)
+        assert [files_of(tmp_path / "cache", name) for name in KEPT] == [[".array"]] * len(KEPT)
+        assert [files_of(tmp_path / "cache", name) for name in PAGED] == [[".index", ".rows"]] * len(PAGED)
         assert bool(loader.statistics().gets) == (epoch == 0)
 
 
-def test_a_fetch_reads_the_chunks_of_its_rows_only(tmp_path, store):
+def test_a_fetch_reads_its_rows_of_an_array_only(tmp_path, store):
     dataset = zl.open_dataset(store, cache=tmp_path)
-    loader = loader_of(dataset, obs=["n_counts", "cell_type"], obsm=[], options=NARROW)
-    rows = loader.plan(0).fetch(0).rows
-    next(iter(loader))
-    array = arrays_of(dataset)["obs/n_counts"]
-    chunks = np.unique(rows // array.layout.chunk_elements)
-    assert not len(array.missing(chunks))
-    assert array.n_present < array.layout.n_chunks
+    rows = np.arange(50, 90)
+    assert sum(map(len, loader_of(dataset[rows], obs=[], obsm=["pca"], options=NARROW))) == 40
+    found = rows_files(dataset)["pca"]
+    assert not len(found.missing(found.blocks(rows)))
+    assert found.n_present < found.layout.n_chunks
     without = loader_of(zl.open_dataset(store, cache=tmp_path / "b"), obs=[], obsm=[])
-    counted = loader_of(zl.open_dataset(store, cache=tmp_path / "c"), obs=["n_counts"], obsm=[])
+    counted = loader_of(zl.open_dataset(store, cache=tmp_path / "c"), obs=[], obsm=["pca"])
     check_epoch(without, ADATA)
     check_epoch(counted, ADATA)
     assert counted.statistics().gets > without.statistics().gets
@@ -153,7 +166,7 @@ def test_taken_rows_of_an_array_are_read_without_the_others(tmp_path, store):
     taken = dataset.take(rows)
     for name in OBSM:
         np.testing.assert_array_equal(taken.obsm[name], ADATA.obsm[name][rows])
-        assert 0 < arrays_of(dataset)[f"obsm/{name}"].n_present < arrays_of(dataset)[f"obsm/{name}"].layout.n_chunks
+        assert 0 < rows_files(dataset)[name].n_present < rows_files(dataset)[name].layout.n_chunks
     without_cache = zl.open_dataset(store).take(rows)
     np.testing.assert_array_equal(without_cache.obsm["pca"], ADATA.obsm["pca"][rows])
 
@@ -164,7 +177,7 @@ def test_obs_without_x(tmp_path, store):
 
 
 @pytest.mark.slow
-def test_whole_columns_complete_the_mirror(tmp_path, store):
+def test_whole_columns_after_a_part_of_an_epoch(tmp_path, store):
     dataset = zl.open_dataset(store, cache=tmp_path)
     next(iter(loader_of(dataset, options=NARROW)))
     whole = zl.open_dataset(store)
@@ -177,7 +190,7 @@ def test_whole_columns_complete_the_mirror(tmp_path, store):
             pd.testing.assert_index_equal(found.categories, wanted.categories)
     for name in OBSM:
         np.testing.assert_array_equal(dataset.obsm_array(name), ADATA.obsm[name])
-    assert all(array.n_present == array.layout.n_chunks for array in arrays_of(dataset).values())
+    assert paged_of(dataset) == [], "they have been read whole"
     assert dataset.where("lane == 3").n_obs == (ADATA.obs["lane"] == 3).sum()
     pd.testing.assert_frame_equal(dataset.obs(), whole.obs())
     check_epoch(loader_of(dataset), ADATA)
@@ -186,7 +199,7 @@ def test_whole_columns_complete_the_mirror(tmp_path, store):
     assert again.where("lane != 3 and cell_type == 'a'").n_obs == wanted.sum()
     np.testing.assert_array_equal(again.obs_column("n_counts").values, ADATA.obs["n_counts"])
     directory = again.store.mirror_directory
-    assert directory.verified.contains(directory.path / "obs%2Fn_counts.flat", directory.path / "obs%2Fn_counts.sums")
+    assert directory.verified.contains(directory.path / "obs%2Fn_counts.array")
 
 
 def test_warming_fills_columns_for_reading_offline(tmp_path, store):
@@ -199,33 +212,31 @@ def test_warming_fills_columns_for_reading_offline(tmp_path, store):
 def test_columns_that_are_not_in_the_mirror_cannot_be_read_offline(tmp_path, store):
     dataset = zl.open_dataset(store, cache=tmp_path)
     check_epoch(loader_of(dataset, obs=[], obsm=[]), ADATA)
-    next(iter(loader_of(dataset, obs=["lane"], obsm=[], options=NARROW)))
+    list(loader_of(dataset[:40], obs=[], obsm=["pca"], options=NARROW))
     offline = zl.open_dataset(store, cache=tmp_path, offline=True)
-    with pytest.raises(ReadError, match=r"obs/lane/c/0.*the store was opened offline"):
-        check_epoch(loader_of(offline, obs=["lane"], obsm=[]), ADATA)
+    with pytest.raises(ReadError, match=r"obsm/pca/c/\d+.*the store was opened offline"):
+        check_epoch(loader_of(offline, obs=[], obsm=["pca"]), ADATA)
 
 
-def test_labels_need_no_rows(tmp_path, store):
+def test_labels(tmp_path, store):
     dataset = zl.open_dataset(store, cache=tmp_path)
     loader = loader_of(dataset)
     assert list(dataset.categories("cell_type")) == list(loader.labels["cell_type"]) == ["a", "b", "c", "never used"]
     assert loader.labels["n_counts"] == np.float32
     assert loader.labels["maybe"] == np.float64
-    assert not any(array.n_present for array in arrays_of(dataset).values())
     pd.testing.assert_index_equal(loader.labels["cell_type"], zl.open_dataset(store).obs_column("cell_type").labels)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unlike", [False, True])
 def test_several_stores(tmp_path, unlike):
-    """Labels of all stores are joined. Numbers of different dtypes are read whole."""
+    """Labels of all stores are joined, and numbers get a dtype for those of all stores."""
     first, second = table(150, seed=1), table(120, seed=2)
     second.obs["cell_type"] = second.obs["cell_type"].cat.rename_categories({"a": "z", "c": "a"})
     if unlike:
         second.obs["lane"] = second.obs["lane"].astype(np.int64)
     urls = [by_anndata(each, tmp_path / f"{number}.zarr", "v3 shards") for number, each in enumerate((first, second))]
     dataset, whole = zl.open_dataset(urls, cache=tmp_path / "cache"), zl.open_dataset(urls)
-    assert not arrays_of(dataset)
     loader = loader_of(dataset)
     rows = []
     wanted = {name: whole.obs_column(name) for name in OBS}
@@ -237,12 +248,12 @@ def test_several_stores(tmp_path, unlike):
         for name in OBSM:
             np.testing.assert_array_equal(minibatch.obsm[name].numpy(), whole.obsm_array(name)[rows[-1]])
     assert sorted(np.concatenate(rows)) == list(range(270))
-    assert ("obs/lane" in arrays_of(dataset)) != unlike
-    assert "obs/cell_type/codes" in arrays_of(dataset)
+    assert paged_of(dataset) == sorted(OBSM)
     pd.testing.assert_index_equal(dataset.categories("cell_type"), wanted["cell_type"].categories)
     np.testing.assert_array_equal(dataset.obs_column("cell_type").values, wanted["cell_type"].values)
-    again = zl.open_dataset(urls, cache=tmp_path / "cache")
-    assert not again.observations.paged_columns(["cell_type"], zl.FetchOptions()), "it is in the cache, joined"
+    again = loader_of(zl.open_dataset(urls, cache=tmp_path / "cache"))
+    assert sum(map(len, again)) == 270
+    assert again.statistics().gets == 0
 
 
 @pytest.mark.every(4)
@@ -307,16 +318,7 @@ def test_a_wrong_code_among_the_rows_that_are_taken(tmp_path):
             use()
 
 
-def test_only_so_many_files_are_open(tmp_path, store, monkeypatch):
-    """Columns may have a quarter of these files: those of four arrays. Others are read whole."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (16 * paged_columns._OPEN_FILES, 1000))
-    dataset = zl.open_dataset(store, cache=tmp_path)
-    check_epoch(loader_of(dataset), ADATA)
-    assert len(arrays_of(dataset)) == 4
-    check_epoch(loader_of(zl.open_dataset(store, cache=tmp_path, offline=True)), ADATA)
-
-
-def test_an_array_has_as_many_open_files_as_are_counted(tmp_path, store):
+def test_a_column_has_one_open_file_and_an_array_a_few(tmp_path, store):
     def open_during(**columns: Any) -> int:
         iterator = iter(loader_of(dataset, **columns))
         next(iterator)
@@ -326,9 +328,10 @@ def test_an_array_has_as_many_open_files_as_are_counted(tmp_path, store):
 
     dataset = zl.open_dataset(store, cache=tmp_path)
     before = open_during(obs=[], obsm=[])
-    during = open_during(obs=["n_counts", "lane", "passed", "cell_type"])
-    assert len(arrays_of(dataset)) == 6
-    assert 6 < during - before <= 6 * paged_columns._OPEN_FILES
+    with_columns = open_during(obs=OBS, obsm=[])
+    assert before < with_columns <= before + len(OBS)
+    during = open_during(obs=[], obsm=OBSM)
+    assert with_columns < during <= with_columns + 4 * len(OBSM)  # two files of each are mapped, and one is open, too
 
 
 def check_columns(loader: zl.Loader, whole: zl.Dataset) -> None:
@@ -360,8 +363,7 @@ def test_warming_several_stores_fills_their_columns_for_reading_offline(tmp_path
                 np.testing.assert_array_equal(found.obsm[name], wanted.obsm[name])
         check_columns(loader_of(offline), whole)
         assert list(offline.categories("cell_type")) == list(whole.categories("cell_type"))
-        if not use:
-            assert not arrays_of(offline), "the joined columns are in the cache"
+        assert paged_of(offline) == []
 
 
 @pytest.mark.slow
@@ -373,7 +375,7 @@ def test_stores_that_were_warmed_in_one_way_are_opened_offline_in_another(tmp_pa
         shutil.rmtree(cache)
         zl.warm(zl.open_dataset(urls[1], cache=cache))
         if warmed == "one of them whole":
-            monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 1 << 30)
+            monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", 1 << 30)
         zl.warm(zl.open_dataset(urls[0], cache=cache))
     for chosen in (urls, urls[::-1], urls[:1], urls[1:]):
         offline, whole = zl.open_dataset(chosen, cache=cache, offline=True), zl.open_dataset(chosen)
@@ -426,7 +428,7 @@ def test_a_view_and_its_controls(tmp_path, store):
 
 
 @pytest.mark.every(4)
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("name", KEPT + PAGED)
 def test_a_lost_object_of_a_converted_store_is_never_read_as_zeros(tmp_path, store, name):
     path = tmp_path / "a.zarr"
     shutil.copytree(store, path)
@@ -483,26 +485,26 @@ def test_a_damaged_chunk_of_the_store_is_an_error(tmp_path, store):
     content = bytearray(target.read_bytes())
     content[5] ^= 1
     target.write_bytes(content)
-    with pytest.raises(ReadError, match="chunk 0 of obs/n_counts"):
+    with pytest.raises(FormatError, match=r"object obs/n_counts/c/0 \(.*\) is damaged"):
         check_epoch(loader_of(zl.open_dataset(path, cache=tmp_path / "cache"), obsm=[]), ADATA)
 
 
-def test_a_process_that_was_killed_leaves_whole_chunks(tmp_path, store):
-    """The marks of verified files are missing, and one chunk has other bytes than its checksum says."""
-    dataset = zl.open_dataset(store, cache=tmp_path)
-    next(iter(loader_of(dataset, options=NARROW)))
-    array = arrays_of(dataset)["obs/n_counts"]
-    chunk = int(np.flatnonzero(array._present(slice(None)))[0])
-    (flat,) = tmp_path.glob("*/obs%2Fn_counts.flat")
-    with flat.open("r+b") as file:
-        file.seek(chunk * array.layout.chunk_elements * 4)
-        file.write(b"\xff\xff\xff")
-    next(tmp_path.glob("*/proved.json")).unlink(missing_ok=True)
-    again = zl.open_dataset(store, cache=tmp_path)
-    check_epoch(loader_of(again), ADATA)
-    np.testing.assert_array_equal(
-        zl.open_dataset(store, cache=tmp_path).obs_column("n_counts").values, ADATA.obs["n_counts"]
-    )
+@pytest.mark.parametrize("name", ["obs/n_counts.array", "obs/cell_type/codes.array", "obsm/pca.rows", "obsm/cube.rows"])
+@pytest.mark.parametrize("how", ["flipped", "cut off"])
+def test_what_is_damaged_in_the_mirror_is_read_again(tmp_path, store, caplog, name, how):
+    check_epoch(loader_of(zl.open_dataset(store, cache=tmp_path)), ADATA)
+    (path,) = tmp_path.glob(f"*/{name.replace('/', '%2F')}")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content if how == "flipped" else content[: len(content) // 3])
+    again = loader_of(zl.open_dataset(store, cache=tmp_path))
+    check_epoch(again, ADATA)
+    assert "differs from its checksum" in caplog.text
+    caplog.clear()
+    third = loader_of(zl.open_dataset(store, cache=tmp_path))
+    check_epoch(third, ADATA)
+    assert third.statistics().gets == 0
+    assert "checksum" not in caplog.text
 
 
 @pytest.mark.slow
@@ -517,10 +519,10 @@ def test_two_loaders_fill_one_mirror(tmp_path, store):
     assert third.statistics().gets == 0
 
 
-def test_a_cache_without_room_reads_whole_columns(tmp_path, store, caplog):
-    dataset = zl.open_dataset(store, cache=zl.Cache(tmp_path, max_bytes="60KB"))
+def test_a_cache_without_room_for_columns(tmp_path, store, caplog):
+    dataset = zl.open_dataset(store, cache=zl.Cache(tmp_path, max_bytes="40KB"))
     check_epoch(loader_of(dataset), ADATA)
-    assert "cannot keep obs/n_counts" in caplog.text
+    assert "there is no room for obs/n_counts" in caplog.text
     np.testing.assert_array_equal(dataset.obs_column("n_counts").values, ADATA.obs["n_counts"])
 
 
@@ -531,28 +533,27 @@ def test_a_disk_that_fills_up_in_mid_epoch(tmp_path, store):
     for number, minibatch in enumerate(loader):
         seen.append(check(minibatch, ADATA))
         if number == 3:
-            for array in arrays_of(dataset).values():
-                array._stop_writing(OSError("no space left"))
+            for found in rows_files(dataset).values():
+                found._stop_writing(OSError("no space left"))
     assert sorted(np.concatenate(seen)) == list(range(N_ROWS))
-    assert any(array.n_present < array.layout.n_chunks for array in arrays_of(dataset).values())
-    np.testing.assert_array_equal(dataset.obs_column("n_counts").values, ADATA.obs["n_counts"])
+    assert any(found.n_present < found.layout.n_chunks for found in rows_files(dataset).values())
     check_epoch(loader_of(dataset), ADATA)
 
 
-def test_without_a_cache_columns_are_read_whole(store):
+def test_without_a_cache_arrays_are_read_whole(store):
     dataset = zl.open_dataset(store)
     check_epoch(loader_of(dataset), ADATA)
-    assert not arrays_of(dataset)
+    assert paged_of(dataset) == []
 
 
-def test_a_column_that_was_read_whole_is_read_chunk_by_chunk_from_the_same_file(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 1 << 30)
+def test_an_array_that_was_kept_whole_is_not_read_again(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", 1 << 30)
     check_epoch(loader_of(zl.open_dataset(store, cache=tmp_path)), ADATA)
-    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 8)
+    monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", 8)
     dataset = zl.open_dataset(store, cache=tmp_path)
     loader = loader_of(dataset)
     check_epoch(loader, ADATA)
-    assert list(arrays_of(dataset)) == PAGED
+    assert paged_of(dataset) == []
     assert loader.statistics().gets == 0
 
 
@@ -561,7 +562,7 @@ def test_a_column_that_was_read_whole_is_read_chunk_by_chunk_from_the_same_file(
 @pytest.mark.parametrize("n_stores", [1, 2])
 def test_a_mirror_keeps_each_column_once(tmp_path, monkeypatch, least, n_stores):
     """Numbers, codes and dates are kept decoded, and no object of them as it is stored."""
-    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", least)
+    monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", least)
     urls = [tmp_path / f"{number}.zarr" for number in range(n_stores)]
     for number, url in enumerate(urls):
         adata = table(80 + number, seed=number)
@@ -575,9 +576,9 @@ def test_a_mirror_keeps_each_column_once(tmp_path, monkeypatch, least, n_stores)
     zl.warm(dataset)
     for store in dataset.stores:
         kept = [path.name for path in store.mirror_directory.path.iterdir()]
-        for name in [*PAGED, "obs/day"]:
+        for name in [*KEPT, "obs/day", *PAGED]:
             file = name.replace("/", "%2F")
-            assert kept.count(f"{file}.flat") == 1
+            assert kept.count(f"{file}.array") == 1
             assert not [each for each in kept if each.startswith((f"{file}%2Fc%2F", f"%2F{file}"))]
 
 
@@ -591,10 +592,12 @@ def test_chunks_that_are_too_large_or_hold_parts_of_rows_are_read_whole(tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         zarr.consolidate_metadata(path)
-    monkeypatch.setattr(paged_columns, "_LARGEST_CHUNK", 39)
+    monkeypatch.setattr(obsm_arrays, "_LARGEST_CHUNK", 119)
     dataset = zl.open_dataset(path, cache=tmp_path / "cache")
     check_epoch(loader_of(dataset), ADATA)
-    assert list(arrays_of(dataset)) == ["obs/cell_type/codes", "obs/passed"]
+    assert paged_of(dataset) == []
+    monkeypatch.setattr(obsm_arrays, "_LARGEST_CHUNK", 120)
+    assert paged_of(zl.open_dataset(path, cache=tmp_path / "other")) == ["cube"]
 
 
 def test_failing_reads_raise_in_the_training_loop(tmp_path, store, sim):
@@ -603,14 +606,14 @@ def test_failing_reads_raise_in_the_training_loop(tmp_path, store, sim):
     storage_options = {"key": "any", "secret": "any", "endpoint_url": server.url}
     url = "s3://bucket/a.zarr"
     dataset = zl.open_dataset(url, cache=tmp_path / "cache", storage_options=storage_options)
-    check_epoch(loader_of(dataset, obs=["lane"], obsm=["pca"]), ADATA)
+    check_epoch(loader_of(dataset, obs=["lane"], obsm=["cube"]), ADATA)
     dataset = zl.open_dataset(url, cache=tmp_path / "cache", storage_options=storage_options)
     options = zl.FetchOptions(retries=1, deadline_s=PATIENCE_S)
-    server.faults = [{"kind": "status", "match": "obs/n_counts/c/"}]
-    with pytest.raises(ReadError, match=r"obs/n_counts/c/\d"):
-        check_epoch(loader_of(dataset, obs=["n_counts"], obsm=[], options=options), ADATA)
-    server.faults = [{"kind": "status", "match": "obs/n_counts/c/", "count": 1}]
-    check_epoch(loader_of(dataset, obs=["n_counts"], obsm=[], options=options), ADATA)
+    server.faults = [{"kind": "status", "match": "obsm/pca/c/"}]
+    with pytest.raises(ReadError, match=r"obsm/pca/c/\d"):
+        check_epoch(loader_of(dataset, obs=[], obsm=["pca"], options=options), ADATA)
+    server.faults = [{"kind": "status", "match": "obsm/pca/c/", "count": 1}]
+    check_epoch(loader_of(dataset, obs=[], obsm=["pca"], options=options), ADATA)
 
 
 def test_a_loader_in_another_process(tmp_path, store):
@@ -626,8 +629,8 @@ def test_no_rows_have_dtypes_too(tmp_path, store):
     dataset, none = zl.open_dataset(store, cache=tmp_path), np.empty(0, np.int64)
     recipe = loader_of(dataset).recipes().recipe(0)
     columns, arrays = recipe.columns.obs(), recipe.columns.obsm()
-    assert isinstance(columns["cell_type"], PagedColumn)
-    assert {name: rows_of(column, none, {}).dtype.name for name, column in columns.items()} == {
+    assert isinstance(arrays["pca"], PagedColumn)
+    assert {name: column.taken(none).dtype.name for name, column in columns.items()} == {
         "cell_type": "int64",
         "donor": "int64",
         "n_counts": "float32",
@@ -637,7 +640,7 @@ def test_no_rows_have_dtypes_too(tmp_path, store):
     }
     assert [rows_of(arrays[name], none, {}).shape for name in OBSM] == [(0, 5), (0, 2, 3)]
     with pytest.raises(KeyError):
-        rows_of(columns["lane"], np.arange(3), {})
+        rows_of(arrays["pca"], np.arange(3), {})
 
 
 @pytest.mark.slow
@@ -646,7 +649,7 @@ def test_convert_writes_large_columns_in_small_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(elements, "_CHUNK_BYTES_OF_LARGE", 100)
     write_store(ADATA, tmp_path / "a.zarr", tmp_path)
     root = zarr.open_group(tmp_path / "a.zarr", mode="r")
-    chunks = {name: root[name].chunks[0] for name in PAGED}
+    chunks = {name: root[name].chunks[0] for name in KEPT + PAGED}
     assert chunks == {
         "obs/cell_type/codes": N_ROWS,  # 300 bytes are not large
         "obs/lane": 25,
