@@ -1,4 +1,4 @@
-"""Row offsets read page by page: equal to the whole array, and as safe."""
+"""Row offsets, read page by page or kept whole in the mirror: equal to those of the store, and as safe."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
-from zloader.caching.directory import MirrorDirectory
-from zloader.caching.mirror import open_array
+from zloader.common import page_cache
 from zloader.common.errors import FormatError
-from zloader.common.options import Cache
 from zloader.dataset import paged_offsets, store
-from zloader.dataset.paged_offsets import PagedOffsets, pages_of
+from zloader.dataset.paged_offsets import PagedOffsets, page_of
 
 pytestmark = pytest.mark.any_version
 
@@ -41,11 +39,13 @@ class Stored:
         return ROW_VALUES * np.arange(start, stop)
 
 
-def paged(stored, cache: Path | None, chunk: int = 1 << 16) -> PagedOffsets:
-    pages = pages_of("X/indptr", stored.n_entries, chunk)
-    mirror = None if cache is None else open_array(MirrorDirectory(Cache(directory=cache), "f" * 32, "store"), pages)
+def paged(stored, chunk: int = 1 << 16) -> PagedOffsets:
     n_values = ROW_VALUES * (stored.n_entries - 1)
-    return PagedOffsets(pages, stored.read, n_values=n_values, where="X/indptr of store", mirror=mirror)
+    return PagedOffsets(stored.n_entries, page_of(chunk), stored.read, n_values=n_values, where="X/indptr of store")
+
+
+def whole(offsets: PagedOffsets) -> np.ndarray:
+    return np.concatenate(list(offsets.windows()))
 
 
 def check(offsets: PagedOffsets, rows: np.ndarray) -> None:
@@ -55,19 +55,13 @@ def check(offsets: PagedOffsets, rows: np.ndarray) -> None:
     assert starts.dtype == stops.dtype == np.int64
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_a_few_of_a_billion_rows_need_a_few_pages(tmp_path, mirrored):
+def test_a_few_of_a_billion_rows_need_a_few_pages():
     stored = Stored(BILLION)
-    offsets = paged(stored, tmp_path if mirrored else None)
+    offsets = paged(stored)
     rows = np.array([BILLION - 1, 0, 1, 5, 65_535, 65_536, 500_000_000, 65_535])
     for _ in range(2):
         check(offsets, rows)
     assert stored.n_read < 5 * 65_536
-    if mirrored:
-        again = Stored(BILLION)
-        check(paged(again, tmp_path), rows)
-        assert not again.n_read, "another process finds the pages in the mirror"
-        assert sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*")) < 8 << 20
 
 
 @given(
@@ -80,45 +74,23 @@ def test_offsets_equal_the_whole_array(n_rows, chunk, taken, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_offsets, "_PAGE", 7)
         patch.setattr(paged_offsets, "_MOST_KEPT", most)
-        offsets = paged(Stored(n_rows), None, chunk)
+        offsets = paged(Stored(n_rows), chunk)
         for rows in taken:
             check(offsets, np.array(rows, np.int64) % n_rows)
             assert len(offsets._kept) * offsets._width <= max(most, offsets._width)
-        np.testing.assert_array_equal(offsets.whole(), ROW_VALUES * np.arange(n_rows + 1))
+        np.testing.assert_array_equal(whole(offsets), ROW_VALUES * np.arange(n_rows + 1))
 
 
 def test_without_a_cache_only_some_pages_stay_in_memory(monkeypatch, caplog):
     monkeypatch.setattr(paged_offsets, "_PAGE", 4)
     monkeypatch.setattr(paged_offsets, "_MOST_KEPT", 40)
-    offsets = paged(Stored(1000), None, 4)
+    offsets = paged(Stored(1000), 4)
     check(offsets, np.arange(20))
     assert not caplog.text
     for _ in range(2):
         check(offsets, np.arange(999, -1, -10))
         assert len(offsets._kept) == 10
     assert caplog.text.count("X/indptr of store is too large to stay in memory") == 1
-
-
-def test_pages_of_a_mirror_that_cannot_be_written_are_used_and_others_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(paged_offsets, "_PAGE", 100)
-    check(paged(Stored(1000), tmp_path, 100), np.arange(300))
-    stored = Stored(1000)
-    offsets = paged(stored, tmp_path, 100)
-    offsets._mirror.writable = False
-    for _ in range(2):
-        check(offsets, np.arange(50, 600, 7))
-    assert stored.n_read == 200  # the mirror has pages 0 to 3
-    offsets.load_all()
-    np.testing.assert_array_equal(offsets.whole(), ROW_VALUES * np.arange(1001))
-
-
-def test_pages_that_several_processes_filled_are_recorded_as_verified(tmp_path, monkeypatch):
-    monkeypatch.setattr(paged_offsets, "_PAGE", 100)
-    mine = paged(Stored(1000), tmp_path, 100)
-    check(mine, np.arange(500))
-    check(paged(Stored(1000), tmp_path, 100), np.arange(501, 1000))
-    check(mine, np.arange(1000))
-    assert not paged(Stored(1000), tmp_path, 100)._mirror._unrecorded
 
 
 class Wrong(Stored):
@@ -137,32 +109,12 @@ class Wrong(Stored):
     ("entry", "by", "on"),
     [(0, 1, False), (50, -9999, False), (100, -9999, True), (100, 10**9, True), (150, 10**9, False), (1000, 1, False)],
 )
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_offsets_that_do_not_ascend_are_an_error(tmp_path, monkeypatch, mirrored, entry, by, on):
+@pytest.mark.parametrize("use", [lambda offsets: offsets.bounds(np.arange(1000)), whole], ids=["rows", "whole"])
+def test_offsets_that_do_not_ascend_are_an_error(monkeypatch, use, entry, by, on):
     monkeypatch.setattr(paged_offsets, "_PAGE", 100)
-    offsets = paged(Wrong(1000, entry, by, on=on), tmp_path if mirrored else None, 100)
+    offsets = paged(Wrong(1000, entry, by, on=on), 100)
     with pytest.raises(FormatError, match=r"X/indptr of store is wrong at row \d+ .*the store is damaged"):
-        offsets.bounds(np.arange(1000))
-
-
-def test_a_damaged_page_of_the_mirror_is_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(paged_offsets, "_PAGE", 100)
-    stored = Stored(1000)
-    check(paged(stored, tmp_path, 100), np.arange(1000))
-    (path,) = tmp_path.glob("*/X%2Findptr.flat")
-    with path.open("r+b") as file:
-        os.pwrite(file.fileno(), b"\1", 4321)
-    again = Stored(1000)
-    check(paged(again, tmp_path, 100), np.arange(1000))
-    assert 0 < again.n_read <= 100
-
-
-def test_a_cache_without_room_leaves_the_offsets_in_memory(tmp_path, caplog):
-    pages = pages_of("X/indptr", BILLION + 1, 1 << 16)
-    directory = MirrorDirectory(Cache(directory=tmp_path, max_bytes=10_000_000), "f" * 32, "store")
-    assert open_array(directory, pages) is None
-    assert "there is no room for X/indptr" in caplog.text
-    assert sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*")) < 2_000_000
+        use(offsets)
 
 
 ADATA = counts(300, 41, seed=3)
@@ -177,15 +129,57 @@ def test_epochs_of_a_store_with_pages(tmp_path, monkeypatch, cached):
     for epoch in range(2):
         dataset = zl.open_dataset(tmp_path / "counts.zarr", cache=cache)
         loader = zl.Loader(dataset, batch_size=8, fetch_factor=4, sampling=zl.BlockShuffling(8), obs=["cell_type"])
-        assert isinstance(dataset.store.offsets(dataset.store.matrix("X")), PagedOffsets)
+        assert isinstance(dataset.store.offsets(dataset.store.matrix("X")), np.ndarray if cached else PagedOffsets)
         seen = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
         assert sorted(seen) == list(range(300))
         assert bool(loader.statistics().gets) != (cached and epoch > 0)
-    np.testing.assert_array_equal(dataset.store.offsets(dataset.store.matrix("X")).whole(), ADATA.X.indptr)
-    if cached:
+    if not cached:
+        np.testing.assert_array_equal(whole(dataset.store.offsets(dataset.store.matrix("X"))), ADATA.X.indptr)
+    else:
         zl.warm(dataset)
         offline = zl.open_dataset(tmp_path / "counts.zarr", cache=cache, offline=True)
         assert sum(map(len, zl.Loader(offline, batch_size=8))) == 300
+
+
+def offsets_of(path: Path, **options: Any) -> Any:
+    opened = zl.open_dataset(path, **options).store
+    return opened.offsets(opened.matrix("X"))
+
+
+def test_offsets_in_a_mirror_are_read_once_and_mapped(tmp_path, monkeypatch, caplog):
+    write_store(ADATA, tmp_path / "counts.zarr", tmp_path)
+    read: list[str] = []
+    window = store.OpenedStore.window
+
+    def counted(self, path, first, stop):
+        read.append(path)
+        return window(self, path, first, stop)
+
+    monkeypatch.setattr(store.OpenedStore, "window", counted)
+    for _ in range(2):
+        offsets = offsets_of(tmp_path / "counts.zarr", cache=tmp_path / "cache")
+        assert page_cache.is_mapped(offsets)
+        np.testing.assert_array_equal(offsets, ADATA.X.indptr)
+    assert read == ["X/indptr"]
+    (path,) = tmp_path.glob("cache/*/X%2Findptr.array")
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), b"\1", 1234)
+    for _ in range(2):
+        np.testing.assert_array_equal(offsets_of(tmp_path / "counts.zarr", cache=tmp_path / "cache"), ADATA.X.indptr)
+    assert caplog.text.count("X%2Findptr.array differs from its checksum") == 1
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize("most", [10, 1000])
+def test_a_cache_without_room_for_offsets(tmp_path, monkeypatch, caplog, most):
+    """As without a cache, large ones are read page by page, and others whole."""
+    write_store(ADATA, tmp_path / "counts.zarr", tmp_path)
+    monkeypatch.setattr(store, "_MOST_WHOLE", most)
+    offsets = offsets_of(tmp_path / "counts.zarr", cache=zl.Cache(tmp_path / "cache", max_bytes=6000))
+    assert isinstance(offsets, np.ndarray if most == 1000 else PagedOffsets)
+    assert "there is no room for X/indptr" in caplog.text
+    np.testing.assert_array_equal(offsets if most == 1000 else whole(offsets), ADATA.X.indptr)
+    assert not list(tmp_path.glob("cache/*/X%2Findptr*"))
 
 
 FEW = counts(120, 7, seed=4)
@@ -282,11 +276,10 @@ class Swapped(Stored):
         return super().read(start, stop) + (ROW_VALUES * 300 if start == 500 else 0)
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("order", [(650, 550), (550, 650)])
-def test_a_page_has_to_fit_the_pages_that_are_held(tmp_path, monkeypatch, mirrored, order):
+def test_a_page_has_to_fit_the_pages_that_are_held(monkeypatch, order):
     monkeypatch.setattr(paged_offsets, "_PAGE", 100)
-    offsets = paged(Swapped(1000), tmp_path if mirrored else None, 100)
+    offsets = paged(Swapped(1000), 100)
     offsets.bounds(np.array([order[0]]))
     with pytest.raises(FormatError, match="X/indptr of store is wrong at row 599"):
         offsets.bounds(np.array([order[1]]))

@@ -204,18 +204,11 @@ class OpenedStore(StoredElements):
             if n_entries != matrix.n_rows + 1:
                 raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
             paged = PagedOffsets(n_entries, page_of(chunk), read, n_values=n_values, where=where)
-            is_whole = n_entries <= _MOST_WHOLE or self.mirror_directory or not self._has_every_object(path)
-            self._offsets[path] = self._whole_offsets(path, paged) if is_whole else paged
+            found = self._kept(path, paged.windows(), shape=(n_entries,), dtype=np.dtype(np.int64))
+            if found is None and (n_entries <= _MOST_WHOLE or not self._has_every_object(path)):
+                found = np.concatenate(list(paged.windows()))
+            self._offsets[path] = paged if found is None else found
         return self._offsets[path]
-
-    def _whole_offsets(self, path: str, paged: PagedOffsets) -> NDArray[np.integer]:
-        """All entries as one array: memory-mapped with a mirror, otherwise a new array of 8 bytes per row."""
-        directory, found, dtype = self.mirror_directory, None, np.dtype(np.int64)
-        if directory is not None:
-            found = load_array(directory, path, shape=(paged.n_entries,), dtype=dtype)
-        if found is None and directory is not None and not self.offline:
-            found = save_array(directory, path, paged.windows(), shape=(paged.n_entries,), dtype=dtype)
-        return np.concatenate(list(paged.windows())) if found is None else found
 
     def _has_every_object(self, path: str) -> bool:
         """Whether all objects of an array are listed, so that none of them is read as fill values.
@@ -230,16 +223,26 @@ class OpenedStore(StoredElements):
         self, path: str, windows: Sequence[tuple[int, int]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> NDArray[Any]:
         """An array of the store, read in windows of rows and kept in the mirror; memory-mapped if it is there."""
-        directory, found = self.mirror_directory, None
-        if directory is not None and shape[0]:
-            found = load_array(directory, path, shape=shape, dtype=dtype)
-            if found is None and not self.offline:
-                read = (self.window(path, first, stop) for first, stop in windows)
-                found = save_array(directory, path, read, shape=shape, dtype=dtype)
+        read = (self.window(path, first, stop) for first, stop in windows)
+        found = self._kept(path, read, shape=shape, dtype=dtype)
         if found is None:
             found = np.empty(shape, dtype)
             for first, stop in windows:
                 found[first:stop] = self.window(path, first, stop)
+        return found
+
+    def _kept(
+        self, path: str, windows: Iterable[NDArray[Any]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> NDArray[Any] | None:
+        """An array in the mirror, memory-mapped. It is read from `windows` if it is not there. None without a mirror,
+        or if that has no room for it.
+        """
+        directory = self.mirror_directory
+        if directory is None or not shape[0]:
+            return None
+        found = load_array(directory, path, shape=shape, dtype=dtype)
+        if found is None and not self.offline:
+            found = save_array(directory, path, windows, shape=shape, dtype=dtype)
         return found
 
     def mirror(self, matrix: MatrixLayout, genes: ChosenGenes | None = None) -> Mirror | None:
