@@ -48,26 +48,26 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
 
     Raises FormatError if the array cannot be read: another Zarr version, chunks that split rows, or big-endian bytes.
     """
-    if metadata.get("zarr_format") == 2:
-        return _layout_v2(path, metadata, absent_is_fill=absent_is_fill)
-    if metadata.get("zarr_format") != 3:
-        raise FormatError(
-            f"{path} is Zarr v{metadata.get('zarr_format')}, but only v2 and v3 can be read: run 'zloader convert' "
-            "on it"
-        )
+    version = metadata.get("zarr_format")
+    if version not in (2, 3):
+        raise FormatError(f"{path} is Zarr v{version}, but only v2 and v3 can be read: run 'zloader convert' on it")
+    if version == 2:
+        metadata = _as_v3(path, metadata)
     shape = tuple(metadata["shape"])
     outer = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
     codecs = tuple(metadata["codecs"])
     sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == SHARDING else None
     inner = tuple(sharding["chunk_shape"]) if sharding else outer
     require_whole_rows(path, shape, inner, outer)
-    index_codecs = _index_codecs(sharding) if sharding else []
-    known_index = index_codecs in ([], ["bytes"], ["bytes", "crc32c"])
+    of_index = sharding["index_codecs"] if sharding else []
+    index_codecs = [codec["name"] for codec in of_index if codec.get("configuration", {}).get("endian") != "big"]
+    known_index = len(index_codecs) == len(of_index) and index_codecs in ([], ["bytes"], ["bytes", "crc32c"])
     encoding = metadata.get("chunk_key_encoding", {"name": "default"})
     is_default = encoding["name"] == "default"
     separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
     if encoding["name"] not in ("default", "v2") or not known_index or (sharding and len(codecs) > 1):
         raise FormatError(f"{path} has an unsupported key encoding or shard format: run 'zloader convert' on it")
+    fill_value = metadata.get("fill_value")
     return ArrayLayout(
         path=path,
         dtype=number_dtype(path, metadata["data_type"]),
@@ -84,9 +84,37 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
             separator=separator,
             n_dims=len(shape),
         ),
-        fill_value=metadata.get("fill_value", 0),
+        fill_value=0 if fill_value is None else fill_value,
         absent_is_fill=absent_is_fill,
     )
+
+
+def _as_v3(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a Zarr v2 array, in which each chunk is an object, in the form of v3."""
+    if metadata.get("order", "C") != "C" and len(metadata["shape"]) > 1:
+        raise FormatError(f"{path} is stored column by column: run 'zloader convert' on it")
+    if str(metadata["dtype"]).startswith(">"):
+        raise FormatError(f"{path} is stored in foreign byte order: run 'zloader convert' on it")
+    return {
+        "shape": metadata["shape"],
+        "chunk_grid": {"configuration": {"chunk_shape": metadata["chunks"]}},
+        "codecs": _codecs_v2(metadata),
+        "chunk_key_encoding": {
+            "name": "v2",
+            "configuration": {"separator": metadata.get("dimension_separator", ".")},
+        },
+        "data_type": metadata["dtype"],
+        "fill_value": metadata.get("fill_value"),
+    }
+
+
+def _codecs_v2(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Filters, bytes and compressor of Zarr v2, named like in v3. zarr gives some as numcodecs objects."""
+    filters, compressor = metadata.get("filters") or [], metadata.get("compressor")
+    coders = [*filters, *[compressor] * (compressor is not None)]
+    found = [dict(coder if isinstance(coder, Mapping) else coder.get_config()) for coder in coders]
+    codecs = [{"name": f"{PREFIX}{coder.pop('id')}", "configuration": coder} for coder in found]
+    return [*codecs[: len(filters)], {"name": "bytes"}, *codecs[len(filters) :]]
 
 
 def require_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]) -> None:
@@ -100,47 +128,6 @@ def require_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...
             f"{path} has chunks of {' in shards of '.join(map(str, grids))}, which do not hold whole rows of {shape}: "
             "run 'zloader convert' on it"
         )
-
-
-def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
-    """The layout of a Zarr v2 array, in which each chunk is an object, filtered and compressed by numcodecs."""
-    shape, chunks = tuple(metadata["shape"]), tuple(metadata["chunks"])
-    require_whole_rows(path, shape, chunks)
-    if metadata.get("order", "C") != "C" and len(shape) > 1:
-        raise FormatError(f"{path} is stored column by column: run 'zloader convert' on it")
-    dtype = number_dtype(path, metadata["dtype"])
-    if np.dtype(metadata["dtype"]).byteorder == ">":
-        raise FormatError(f"{path} is stored in foreign byte order: run 'zloader convert' on it")
-    compressors = [] if metadata.get("compressor") is None else [metadata["compressor"]]
-    codecs = [*map(_codec_v2, metadata.get("filters") or []), {"name": "bytes"}, *map(_codec_v2, compressors)]
-    fill_value = metadata.get("fill_value")
-    return ArrayLayout(
-        path=path,
-        dtype=dtype,
-        n_elements=math.prod(shape),
-        chunk_elements=max(1, math.prod(chunks)),
-        codecs=tuple(codecs),
-        placement=Placement(
-            path=path, prefix="", separator=metadata.get("dimension_separator", "."), n_dims=len(shape)
-        ),
-        fill_value=0 if fill_value is None else fill_value,
-        absent_is_fill=absent_is_fill,
-    )
-
-
-def _codec_v2(coder: Any) -> dict[str, Any]:
-    """A filter or compressor of Zarr v2, named like in Zarr v3. zarr gives some as numcodecs objects."""
-    configuration = dict(coder if isinstance(coder, Mapping) else coder.get_config())
-    return {"name": f"{PREFIX}{configuration.pop('id')}", "configuration": configuration}
-
-
-def _index_codecs(sharding: Mapping[str, Any]) -> list[str]:
-    """Names of the codecs of a shard index. Big-endian bytes get a name of their own."""
-    names = {"little": "bytes", "big": "big-endian bytes"}
-    return [
-        names[codec.get("configuration", {}).get("endian", "little")] if codec["name"] == "bytes" else codec["name"]
-        for codec in sharding["index_codecs"]
-    ]
 
 
 def number_dtype(path: str, data_type: Any) -> np.dtype[Any]:
@@ -161,7 +148,7 @@ def codecs_of_arrays(key: str, document: Any) -> dict[str, list[str]]:
     """Maps the path of each array described by a metadata object to the names of its codecs, in encoding order.
 
     `document` is the object at `key`: a `zarr.json` (consolidated or not), a `.zmetadata` or a `.zarray`. Any other
-    object describes no arrays.
+    object describes no arrays, and an array that is stored as plain bytes has no codecs.
     """
     above, _, name = key.rpartition("/")
     nodes = {above: document} if name in ("zarr.json", ".zarray") else {}
@@ -173,19 +160,16 @@ def codecs_of_arrays(key: str, document: Any) -> dict[str, list[str]]:
         nodes = {
             f"{above}/{path}".lstrip("/"): node for (path, _, leaf), node in consolidated.items() if leaf == ".zarray"
         }
-    found = {path: [name.removeprefix(PREFIX) for name in _codec_names(node)] for path, node in nodes.items()}
+    found = {path: list(_codec_names(node)) for path, node in nodes.items()}
     return {path: names for path, names in found.items() if names}
 
 
 def _codec_names(node: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the codecs of an array (v2 or v3) in encoding order; none for a group."""
-    if node.get("zarr_format") != 3:
-        coders = [*(node.get("filters") or []), node.get("compressor")]
-        yield from (coder["id"] for coder in coders if coder is not None)
-        return
-    for codec in node.get("codecs", []):
+    """Names of the codecs of an array (v2 or v3) in encoding order, but for bytes; none for a group."""
+    for codec in node.get("codecs", []) if node.get("zarr_format") == 3 else _codecs_v2(node):
         name = codec if isinstance(codec, str) else codec["name"]
-        yield name
+        if name != "bytes":
+            yield name.removeprefix(PREFIX)
         if name == SHARDING:
             yield from _codec_names({"zarr_format": 3, "codecs": codec["configuration"]["codecs"]})
 
@@ -198,16 +182,13 @@ class IndptrCheck:
 
     def __call__(self, first: int, window: NDArray[Any]) -> None:
         """Checks the entries from number `first` on, and that they follow those of the window before, if they do."""
-        if first == 0 or first != self._next:
-            self._last = 0
-        self._next = first + len(window)
-        before = np.append(self._last, window[:-1]) if len(window) else window
+        before = np.append(self._last if first == self._next else 0, window[:-1])
         wrong = (window < before) | (window > self._n_elements)
-        if first == 0 and len(window):
+        if first == 0:
             wrong[0] |= window[0] != 0
         if wrong.any():
             row = max(0, first + int(np.argmax(wrong)) - 1)
             raise FormatError(
                 f"{self._where} is wrong at row {row} ({self._n_elements} values are stored): the store is damaged"
             )
-        self._last = int(window[-1]) if len(window) else self._last
+        self._last, self._next = int(window[-1]), first + len(window)
