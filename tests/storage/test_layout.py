@@ -231,27 +231,21 @@ def test_needed_of_each_chunk_equals_a_loop(pairs, chunk_elements):
         assert (first, stop) == (min(here), max(here) + 1)
 
 
-@given(draw=st.data(), chunks_per_shard=st.integers(1, 12), n_chunks=st.integers(1, 60), run=st.integers(1, 20))
-def test_widened_takes_whole_runs_of_one_object(draw, chunks_per_shard, n_chunks, run):
-    layout = dataclasses.replace(_layout_of(chunks_per_shard), n_elements=n_chunks, chunk_elements=1)
+@given(draw=st.data(), n_chunks=st.integers(1, 60), run=st.integers(1, 20))
+def test_widened_takes_whole_runs(draw, n_chunks, run):
+    layout = dataclasses.replace(LAYOUT, n_elements=n_chunks, chunk_elements=1)
     chunks = draw.draw(st.sets(st.integers(0, n_chunks - 1)))
     wide = align_to_runs(layout, _int64(*sorted(chunks)), run).tolist()
-
-    def run_of(chunk):
-        return chunk // chunks_per_shard, chunk % chunks_per_shard // run
-
-    assert wide == [chunk for chunk in range(n_chunks) if run_of(chunk) in set(map(run_of, chunks))]
+    assert wide == [chunk for chunk in range(n_chunks) if chunk // run in {wanted // run for wanted in chunks}]
 
 
-@given(draw=st.data(), chunks_per_shard=st.integers(1, 12), n_chunks=st.integers(1, 60), gap=st.integers(0, 6))
-def test_gaps_up_to_a_size_are_filled_within_an_object(draw, chunks_per_shard, n_chunks, gap):
-    layout = dataclasses.replace(_layout_of(chunks_per_shard), n_elements=n_chunks, chunk_elements=1)
-    chunks = sorted(draw.draw(st.sets(st.integers(0, n_chunks - 1))))
+@given(chunks=st.sets(st.integers(0, 60)).map(sorted), gap=st.integers(0, 6))
+def test_gaps_up_to_a_size_are_filled(chunks, gap):
     filled = set(chunks)
     for one, other in itertools.pairwise(chunks):
-        if one // chunks_per_shard == other // chunks_per_shard and other - one - 1 <= gap:
+        if other - one - 1 <= gap:
             filled |= set(range(one, other))
-    assert fill_gaps(layout, _int64(*chunks), gap).tolist() == sorted(filled)
+    assert fill_gaps(_int64(*chunks), gap).tolist() == sorted(filled)
 
 
 def test_chunks_of_counts_beyond_two_to_the_31():

@@ -115,7 +115,7 @@ class FillPlanner:
         The consumer waits for the first fetch, so that fetch leaves most of the neighbours out.
         """
         run = self.least if first_fetch else self.run
-        return fill_gaps(self.layout, align_to_runs(self.layout, blocks, run), self.gap)
+        return fill_gaps(align_to_runs(self.layout, blocks, run), self.gap)
 
     def batches(self, blocks: Rows) -> Iterator[Rows]:
         """The blocks that are read together and decoded by one call in a thread."""

@@ -264,9 +264,7 @@ def _decompress_part(
 
 
 def _accumulate(before: NDArray[Any], differences: NDArray[Any], out: NDArray[Any]) -> None:
-    np.cumsum(differences, dtype=out.dtype, out=out)
-    if len(before):
-        out += before.sum(dtype=out.dtype)
+    out[:] = np.cumsum(np.append(before, differences), dtype=out.dtype)[len(before) :]
 
 
 @compiled_after(_accumulate)

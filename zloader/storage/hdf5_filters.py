@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numcodecs
@@ -84,11 +85,8 @@ def _inflate(stored: Bytes, most: int) -> bytes:
     return plain
 
 
-def _through(name: str) -> Callable[[Bytes, int], Any]:
-    def decode(stored: Bytes, most: int) -> Any:
-        return decode_within(numcodecs.get_codec({"id": name}), stored, np.dtype(np.uint8), most)
-
-    return decode
+def _by_numcodecs(name: str, stored: Any, most: int) -> Any:
+    return decode_within(numcodecs.get_codec({"id": name}), stored, np.dtype(np.uint8), most)
 
 
 def _lz4(stored: Bytes, most: int) -> bytes:
@@ -103,7 +101,7 @@ def _lz4(stored: Bytes, most: int) -> bytes:
         if len(piece) != size:
             raise ValueError("it was cut short")
         if size != wanted:  # numcodecs' format begins with the decoded size
-            piece = decode_within(numcodecs.LZ4(), wanted.to_bytes(4, "little") + piece, np.dtype(np.uint8), wanted)
+            piece = _by_numcodecs("lz4", wanted.to_bytes(4, "little") + piece, wanted)
         plain.append(bytes(piece))
         at += 4 + size
     return b"".join(plain)
@@ -176,6 +174,6 @@ _DECOMPRESSORS: dict[str, Callable[[Bytes, int], Any]] = {
     "gzip": _inflate,
     "lzf": _lzf,
     "lz4": _lz4,
-    "zstd": _through("zstd"),
-    "blosc": _through("blosc"),
+    "zstd": partial(_by_numcodecs, "zstd"),
+    "blosc": partial(_by_numcodecs, "blosc"),
 }

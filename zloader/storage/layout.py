@@ -53,20 +53,13 @@ class ArrayLayout:
         cls, path: str, dtype: np.dtype[Any] | str, *, n_elements: int, chunk_elements: int, chunks_per_shard: int = 1
     ) -> ArrayLayout:
         """A vector in uncompressed chunks. Several chunks per shard have an index as in stores that zloader writes."""
-        sharded = chunks_per_shard > 1
         return cls(
             path=path,
             dtype=np.dtype(dtype),
             n_elements=n_elements,
             chunk_elements=chunk_elements,
             codecs=({"name": "bytes"},),
-            placement=Placement(
-                path=path,
-                chunks_per_object=chunks_per_shard,
-                sharded=sharded,
-                index_checksum=sharded,
-                index_at_end=sharded,
-            ),
+            placement=Placement(path=path, chunks_per_object=chunks_per_shard, sharded=chunks_per_shard > 1),
         )
 
     @property
@@ -88,11 +81,6 @@ class ArrayLayout:
         """Average stored bytes per chunk, estimated from the first 16 objects; 0 if there are no objects."""
         stored, n_chunks = self.placement.stored_bytes(range(min(self.n_shards, 16)), object_sizes)
         return stored / max(1, min(n_chunks, self.n_chunks))
-
-    def chunks_in(self, n_bytes: int, object_sizes: Mapping[str, int]) -> int:
-        """About how many chunks of one object fit into `n_bytes`; at least 1."""
-        mean = self.chunk_bytes(object_sizes)
-        return max(1, min(self.chunks_per_shard, round(n_bytes / mean))) if mean else 1
 
     def shard_key(self, shard: int) -> str:
         """The key of a stored object, relative to the store."""
@@ -210,18 +198,15 @@ def chunks_of(starts: Rows, stops: Rows, layout: ArrayLayout) -> Rows:
 
 
 def align_to_runs(layout: ArrayLayout, chunks: Rows, run: int) -> Rows:
-    """`chunks` extended to whole runs: each run of `run` chunks of an object is included entirely or not at all."""
-    per_shard = layout.chunks_per_shard
-    begins = distinct(chunks - chunks % per_shard % run)
-    ends = np.minimum(begins + run, (begins // per_shard + 1) * per_shard)
-    return expand(begins, np.minimum(ends, layout.n_chunks) - begins)
+    """`chunks` extended to whole runs: each run of `run` chunks is included entirely or not at all."""
+    begins = distinct(chunks - chunks % run)
+    return expand(begins, np.minimum(begins + run, layout.n_chunks) - begins)
 
 
-def fill_gaps(layout: ArrayLayout, chunks: Rows, gap: int) -> Rows:
-    """`chunks` (ascending) with gaps filled: up to `gap` chunks between two chunks of the same object are included."""
-    between = np.diff(chunks) - 1
-    small = (between <= gap) & (np.diff(chunks // layout.chunks_per_shard) == 0)
-    return expand(chunks, np.append(np.where(small, between, 0), np.zeros(min(1, len(chunks)), np.int64)) + 1)
+def fill_gaps(chunks: Rows, gap: int) -> Rows:
+    """`chunks` (ascending) with gaps filled: up to `gap` chunks between two chunks are included."""
+    lengths = np.diff(chunks, append=chunks[-1:] + 1)
+    return expand(chunks, np.where(lengths - 1 <= gap, lengths, 1))
 
 
 def needed_bounds(chunks: Rows, starts: Rows, stops: Rows, layout: ArrayLayout) -> tuple[Rows, Rows]:
@@ -296,16 +281,10 @@ def chunk_spans(
         starts, stops = offsets[opens], np.maximum.reduceat(offsets + sizes, opens)
         within = offsets - np.repeat(starts, np.diff(opens, append=len(here)))
         key = layout.shard_key(shard)
-        ends = [*opens[1:].tolist(), len(here)]
-        for begin, end, start, stop in zip(opens.tolist(), ends, starts.tolist(), stops.tolist(), strict=True):
-            spans.append(
-                ChunkSpan(
-                    span=Span(key=key, start=start, stop=stop),
-                    chunks=here[begin:end],
-                    offsets=within[begin:end],
-                    sizes=sizes[begin:end],
-                )
-            )
+        ats = map(slice, opens.tolist(), [*opens[1:].tolist(), len(here)])
+        for at, start, stop in zip(ats, starts.tolist(), stops.tolist(), strict=True):
+            span = Span(key=key, start=start, stop=stop)
+            spans.append(ChunkSpan(span=span, chunks=here[at], offsets=within[at], sizes=sizes[at]))
     return spans, np.concatenate(absent) if absent else np.empty(0, np.int64)
 
 

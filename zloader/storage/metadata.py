@@ -79,7 +79,7 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
             chunks_per_object=max(1, outer[0] // max(1, inner[0])),
             sharded=sharding is not None,
             index_checksum="crc32c" in index_codecs,
-            index_at_end=sharding is not None and sharding.get("index_location", "end") == "end",
+            index_at_end=not sharding or sharding.get("index_location", "end") == "end",
             prefix=f"c{separator}" if is_default else "",
             separator=separator,
             n_dims=len(shape),

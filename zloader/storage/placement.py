@@ -32,8 +32,8 @@ class Placement:
     path: str
     chunks_per_object: int = 1
     sharded: bool = False
-    index_checksum: bool = False
-    index_at_end: bool = False
+    index_checksum: bool = True
+    index_at_end: bool = True
     prefix: str = "c/"
     separator: str = "/"
     n_dims: int = 1
