@@ -1,4 +1,4 @@
-"""Atomic writes of files, and the names of those in a mirror."""
+"""The names of the files of a mirror; how they are opened, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def cached_path(directory: Path, name: str, suffix: str) -> Path:
 def qualified_name(path: Path) -> bytes:
     """The name of a mirror and of a file in it. Checksums include it, so that a moved or renamed file is detected."""
     return os.fsencode(f"{path.parent.name}/{path.name}\n")
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Opens a file for a while, creating it with mode 0600 if the flags say so. Raises OSError for a link."""
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from zloader.caching.atomic_files import write_atomically
+from zloader.caching.atomic_files import opened, write_atomically
 from zloader.common.descriptors import close_with
 from zloader.common.errors import CacheError, OptionError
 from zloader.common.file_systems import shared_file_system
@@ -332,8 +332,7 @@ def drop(directory: Path) -> bool:
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileNotFoundError):
-            users = os.open(directory / "users", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            stack.callback(os.close, users)
+            users = stack.enter_context(opened(directory / "users", os.O_RDONLY))
             try:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -370,17 +369,14 @@ class DiskSpace:
         if not self.limited or not len(sizes):
             return len(sizes)
         ends = np.cumsum(sizes)
-        lock = os.open(self._place / _MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        with opened(self._place / _MARK, os.O_RDWR | os.O_CREAT) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             while (left := self._bytes_left()) < ends[-1] and self._drop_one():
                 pass
             done = int(np.searchsorted(ends, left, side="right"))
             if done and ends[done - 1] and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, offset, int(ends[done - 1]))
-        finally:
-            os.close(lock)
-        return done
+            return done
 
     def _drop_one(self) -> bool:
         return any(drop(entry.directory) for entry in mirrors(self._place))

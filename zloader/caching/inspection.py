@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from zloader.caching.atomic_files import opened
 from zloader.caching.directory import VERSION, MirrorEntry, VerifiedMarks, described_in
 from zloader.caching.kept import is_whole
 from zloader.caching.rows_file import RowsIndex, is_present, sizes_in, word_of
@@ -57,7 +58,7 @@ def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
     files = _files(entry.directory)
     arrays = {}
     for path in files["index"]:
-        with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as file:
+        with contextlib.suppress(OSError, ValueError), opened(path, os.O_RDONLY) as file:
             arrays[_name(path)] = _held(RowsIndex.read(path, file))
     for path in files["array"]:
         n_bytes = _size(path)
@@ -82,7 +83,7 @@ def verify(directory: Path, on_bytes: Callable[[int], None] = lambda _: None) ->
     call. A mirror that does not exist has no problems. Raises CacheError if the mirror cannot be read or changed.
     """
     try:
-        with _opened(directory / "users", os.O_RDONLY) as users:
+        with opened(directory / "users", os.O_RDONLY) as users:
             fcntl.flock(users, fcntl.LOCK_SH)  # it is not dropped meanwhile; `stale` and the last use do not change
             if not directory.name.startswith(described_in(directory).get("fingerprint", "")):
                 return ["its directory was renamed, so it is not used. Restore the old name, or delete the directory"]
@@ -122,12 +123,12 @@ def _check_rows(path: Path, on_bytes: Callable[[int], None]) -> tuple[list[str],
     content, file, problems, differing = path.with_suffix(".rows"), -1, [], []
     with contextlib.ExitStack() as stack:
         try:
-            index = RowsIndex.read(path, stack.enter_context(_opened(path, os.O_RDWR)))
+            index = RowsIndex.read(path, stack.enter_context(opened(path, os.O_RDWR)))
         except ValueError as error:
             path.unlink(missing_ok=True)  # whoever has mapped it goes on with a file of its own
             return [f"{path.name} {error}: all blocks of {_name(path)} count as absent"], False
         try:
-            file = stack.enter_context(_opened(content, os.O_RDONLY))
+            file = stack.enter_context(opened(content, os.O_RDONLY))
         except OSError as error:
             problems.append(f"{content.name} cannot be read: {error.strerror}")
         before = None if file < 0 else _stamp(file)
@@ -146,6 +147,7 @@ def _check_rows(path: Path, on_bytes: Callable[[int], None]) -> tuple[list[str],
 def _word_at(file: int, offset: int, size: int) -> int:
     """The word of the block that is there; 0 if it cannot be read."""
     with contextlib.suppress(OSError):  # a bad sector
+        size = min(size, os.fstat(file).st_size)  # a damaged word may say many GB
         return word_of(np.frombuffer(os.pread(file, size, offset), np.uint8))
     return 0
 
@@ -184,12 +186,3 @@ def _files(directory: Path) -> dict[str, list[Path]]:
 def _name(path: Path) -> str:
     """The name of the matrix, array or object in a file; the inverse of atomic_files.cached_path."""
     return unquote(path.stem)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        yield file
-    finally:
-        os.close(file)

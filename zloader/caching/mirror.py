@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,46 +13,37 @@ from zloader.caching.atomic_files import cached_path
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.caching.rows_file import RowsFile
-from zloader.common.records import Held
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.row_blocks import PANEL, RowForm
 
 log = logging.getLogger("zloader")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MirrorContents(Held):
-    """The same, and whether one of the matrices accepts no more rows."""
-
-    full: bool
-
-
-def contents_of(files: Iterable[RowsFile]) -> MirrorContents:
-    """The current contents of some matrices together."""
-    files = list(files)
-    return MirrorContents(
-        chunks=sum(file.layout.n_chunks for file in files),
-        chunks_held=sum(file.n_present for file in files),
-        bytes_in_all=sum(file.bytes_in_all for file in files),
-        bytes_held=sum(file.present_bytes for file in files),
-        full=not all(file.writable for file in files),
-    )
+def contents_of(files: Sequence[RowsFile]) -> dict[str, Any]:
+    """The fields of Held for some matrices together, and whether one of them accepts no more rows."""
+    return {
+        "chunks": sum(file.layout.n_chunks for file in files),
+        "chunks_held": sum(file.n_present for file in files),
+        "bytes_in_all": sum(file.bytes_in_all for file in files),
+        "bytes_held": sum(file.present_bytes for file in files),
+        "full": not all(file.writable for file in files),
+    }
 
 
+@dataclass(frozen=True)
 class Mirror:
     """The mirror of the rows of one matrix, or of some of its genes.
 
     Rows with all genes, if there are any beside these, are in `whole`. They are read, but not filled any more.
     """
 
-    def __init__(self, directory: MirrorDirectory, rows: RowsFile, whole: RowsFile | None = None) -> None:
-        self._directory, self.rows, self.whole = directory, rows, whole
-        if whole is not None:
-            whole.writable = False
+    directory: MirrorDirectory
+    rows: RowsFile
+    whole: RowsFile | None
 
     def leases(self) -> Leases:
         """A new owner of leases."""
-        return Leases(self._directory.path)
+        return Leases(self.directory.path)
 
     def record_verified(self) -> None:
         """Records the verified files, so that no process has to compare their checksums again."""
@@ -81,7 +72,10 @@ def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, panel: NDArray[A
                 directory.path,
                 matrix.path,
             )
-        return Mirror(directory, rows, RowsFile(directory, whole) if has_whole else None)
+        mirror = Mirror(directory, rows, RowsFile(directory, whole) if has_whole else None)
+        if mirror.whole is not None:
+            mirror.whole.writable = False
+        return mirror
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
         return None

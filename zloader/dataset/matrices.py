@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -303,10 +303,10 @@ class Matrices:
             mirror is None and layout.values.n_elements for mirror, layout in zip(mirrors, self.layouts(x), strict=True)
         ):
             raise OptionError(f"the mirror of {self._opened.url} in {cache.directory} cannot be used (see the warning)")
-        cached = contents_of(mirror.rows for mirror in mirrors if mirror is not None)
+        held = contents_of([mirror.rows for mirror in mirrors if mirror is not None])
         place = place_of(cache.directory)
         return CacheStatistics(
-            **asdict(cached),
+            **held,
             directory=place,
             allocated_bytes=cache_bytes(place),
             max_bytes=None if cache.max_bytes is None else cache.most,

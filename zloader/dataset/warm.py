@@ -7,7 +7,6 @@ processes that warm or train at the same time share the work.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zloader.caching.mirror import MirrorContents, contents_of
+from zloader.caching.mirror import contents_of
 from zloader.caching.rows_file import RowsFile
 from zloader.common.checks import MAX_COUNT, names_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
-from zloader.common.records import Rows
+from zloader.common.records import Held, Rows
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
@@ -34,7 +33,7 @@ _MANY_CHUNKS, _PAUSE_S = 1 << 21, 2.0  # from that many chunks on, progress is r
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmed(MirrorContents):
+class Warmed(Held):
     """The progress of `warm`, for all its matrices together.
 
     >>> import zloader as zl
@@ -52,6 +51,7 @@ class Warmed(MirrorContents):
     gets: int
     bytes_read: int
     elapsed_s: float
+    full: bool
 
 
 @answers
@@ -97,8 +97,8 @@ def warm(
     counters, began = Counters(), time.perf_counter()
 
     def warmed() -> Warmed:
-        cached, elapsed_s = dataclasses.asdict(contents_of(_files(parts))), time.perf_counter() - began
-        return Warmed(**cached, gets=counters.gets, bytes_read=counters.bytes_read, elapsed_s=elapsed_s)
+        held, elapsed_s = contents_of(_files(parts)), time.perf_counter() - began
+        return Warmed(**held, gets=counters.gets, bytes_read=counters.bytes_read, elapsed_s=elapsed_s)
 
     async def produce(put: Put[None]) -> None:
         await _fill_all(parts, options, counters, put)
