@@ -32,7 +32,7 @@ from zloader.common.errors import (
 from zloader.dataset import hdf5_store
 from zloader.reading.hdf5_scan import ABSENT, scan
 from zloader.reading.prefetched_file import PrefetchedFile
-from zloader.storage.hdf5_filters import Hdf5Filters, filters_codecs
+from zloader.storage.hdf5_filters import filters_codecs, undo_filters
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
 ADATA = counts(300, 120, seed=3)
@@ -401,7 +401,7 @@ def test_filters_undo_those_of_libhdf5(tmp_path: Path) -> None:
                 found = np.empty((len(table), 700), np.dtype(dtype).newbyteorder("="))
                 for (offset, size), out in zip(table.tolist(), found, strict=True):
                     assert offset != ABSENT
-                    Hdf5Filters(**codec["configuration"]).decompress(stored[offset : offset + size], out)
+                    undo_filters(**codec["configuration"], stored=stored[offset : offset + size], out=out)
                 np.testing.assert_array_equal(found.reshape(-1)[:5001], values.astype(dtype))
 
 

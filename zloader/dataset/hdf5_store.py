@@ -44,7 +44,7 @@ from zloader.storage.decode import Decoder
 from zloader.storage.hdf5_filters import filters_codecs
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import number_dtype, require_whole_rows
-from zloader.storage.placement import ABSENT, TablePlacement
+from zloader.storage.placement import ABSENT, Placement
 
 if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
@@ -120,7 +120,7 @@ class Hdf5Index:
             chunk_elements=chunk_elements,
             codecs=filters_codecs(node["filters"], dtype, f"{path} of {self.url}"),
             cut="begin" in node,
-            placement=TablePlacement(path=name, chunks_per_object=max(1, len(table)), table=table),
+            placement=Placement(path=name, chunks_per_object=max(1, len(table)), table=table),
             fill_value=np.frombuffer(bytes.fromhex(node["fill"]), dtype)[0],
             absent_is_fill=True,
         )

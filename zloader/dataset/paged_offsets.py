@@ -23,7 +23,6 @@ from zloader.common.errors import FormatError
 from zloader.common.locks import forkable_lock
 from zloader.common.records import Rows
 from zloader.storage.layout import distinct
-from zloader.storage.metadata import IndptrCheck
 
 log = logging.getLogger("zloader")
 # In entries. A page has at least one stored chunk, and each of the others at least one page.
@@ -113,12 +112,14 @@ class PagedOffsets:
 
     def _read_pages(self, pages: Rows) -> Iterator[tuple[int, Rows]]:
         """The checked entries of some pages (ascending), in runs of consecutive pages, each with its first page."""
-        check = IndptrCheck(self._where, self._n_values)  # also compares a run with the one before, if they adjoin
+        last, after_last = 0, 0
         step = max(1, _STEP_ENTRIES // self._width)
         for begin in range(0, len(pages), step):
             for first, values in self._read_step(pages[begin : begin + step]):
-                check(first * self._width, values)
-                self._require_fit(first * self._width, values)
+                start = first * self._width
+                self._require_ascending(start, values, last if start == after_last else 0)
+                self._require_fit(start, values)
+                last, after_last = int(values[-1]), start + len(values)
                 yield first, values
 
     def _read_step(self, pages: Rows) -> list[tuple[int, Rows]]:
@@ -134,6 +135,13 @@ class PagedOffsets:
             return int(run[0]), self._read(start, stop).astype(np.int64, copy=False)
 
         return concurrently(read, runs)
+
+    def _require_ascending(self, start: int, values: Rows, before: int) -> None:
+        """Raises FormatError unless entries ascend, from the one before them and to the number of values."""
+        wrong = (values < np.append(before, values[:-1])) | (values > self._n_values)
+        wrong[0] |= start == 0 and values[0] != 0
+        if wrong.any():
+            raise self._damaged(max(0, start + int(np.argmax(wrong)) - 1))
 
     def _require_fit(self, start: int, values: Rows) -> None:
         """Raises FormatError if entries read from the store do not follow those before, or precede those after."""

@@ -21,7 +21,7 @@ from zloader.common.records import Span
 from zloader.dataset.elements import StoredElements
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import number_dtype
-from zloader.storage.placement import TablePlacement
+from zloader.storage.placement import Placement
 
 log = logging.getLogger("zloader")
 
@@ -120,6 +120,6 @@ def _in_memory(path: str, dtype: np.dtype[Any], n_elements: int) -> ArrayLayout:
         n_elements=n_elements,
         chunk_elements=_CHUNK,
         codecs=({"name": "bytes"},),
-        placement=TablePlacement(path=path, chunks_per_object=max(1, len(table)), table=table),
+        placement=Placement(path=path, chunks_per_object=max(1, len(table)), table=table),
         cut=True,
     )

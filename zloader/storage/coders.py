@@ -33,9 +33,9 @@ _STREAMS: dict[str, Callable[[Any], Any]] = {
     "lzma": lambda coder: lzma.LZMADecompressor(coder.format, filters=coder.filters),
 }
 _COMPRESSORS = {*_STREAMS, "blosc", "zstd", "lz4", PCODEC}
-_CHECKSUMS = {"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"}
-# Filters that decode n bytes to at most 16 n bytes.
-_FILTERS = {"astype", "base64", "bitround", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle"} | _CHECKSUMS
+# Filters that decode n bytes to at most 16 n bytes, and checksums.
+_FILTERS = {"astype", "base64", "bitround", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle"}
+_FILTERS |= {"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"}
 
 
 def sizes_before(coders: Sequence[Any], dtype: np.dtype[Any], n: int) -> list[tuple[np.dtype[Any], int]]:

@@ -129,7 +129,8 @@ def _decompressor_of(layout: ArrayLayout) -> tuple[bool, bool, bool | None, Call
     In between is whether it is compressed in the one way that `decompress` knows; None if it is in another.
     """
     if layout.codecs and layout.codecs[0]["name"] == hdf5_filters.NAME:
-        return False, False, None, hdf5_filters.Hdf5Filters(**layout.codecs[0]["configuration"]).decompress
+        filters, swapped = (layout.codecs[0]["configuration"][name] for name in ("filters", "swapped"))
+        return False, False, None, functools.partial(hdf5_filters.undo_filters, filters, swapped)
     coders, checked = chain_of(layout.codecs, layout.path)
     delta, dtype = coders[0] if coders else None, layout.stored_dtype or layout.dtype
     # Other differences, such as those of floats, are left to numcodecs.

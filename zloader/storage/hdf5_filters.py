@@ -50,31 +50,26 @@ def filters_codecs(
     return ({"name": NAME, "configuration": {"filters": [dict(each) for each in filters], "swapped": swapped}},)
 
 
-class Hdf5Filters:
-    """The filters of an array. `swapped` says that its elements are big-endian.
+def undo_filters(filters: Sequence[Mapping[str, Any]], swapped: bool, stored: Bytes, out: NDArray[Any]) -> None:
+    """Fills `out` with a whole chunk. `swapped` says that its elements are big-endian.
 
-    A filter that `skips` chunks has left those as they are that have the size of a plain chunk.
+    A filter that `skips` chunks has left those as they are that have the size of a plain chunk. Raises ValueError, or
+    the error of a compressor, for any other size.
     """
-
-    def __init__(self, filters: Sequence[Mapping[str, Any]], *, swapped: bool) -> None:
-        self._filters, self._swapped = list(filters), swapped
-
-    def decompress(self, stored: Bytes, out: NDArray[Any]) -> None:
-        """Fills `out` with a whole chunk. Raises ValueError, or the error of a compressor, for any other size."""
-        chunk, most = stored, out.nbytes
-        for each in reversed(self._filters):
-            name = each["name"]
-            if name == "fletcher32":
-                chunk = np.frombuffer(numcodecs.Fletcher32().decode(chunk), np.uint8)
-            elif name == "shuffle":
-                chunk = _unshuffled(chunk, each["item"])
-            elif len(chunk) != most or not each.get("skips", True):
-                chunk = np.frombuffer(_DECOMPRESSORS[name](chunk, most), np.uint8)
-        if len(chunk) != most:
-            raise ValueError(f"it has {len(chunk)} bytes instead of {most}")
-        out.view(np.uint8)[:] = chunk
-        if self._swapped:
-            out.byteswap(inplace=True)
+    chunk, most = stored, out.nbytes
+    for each in reversed(filters):
+        name = each["name"]
+        if name == "fletcher32":
+            chunk = np.frombuffer(numcodecs.Fletcher32().decode(chunk), np.uint8)
+        elif name == "shuffle":
+            chunk = _unshuffled(chunk, each["item"])
+        elif len(chunk) != most or not each.get("skips", True):
+            chunk = np.frombuffer(_DECOMPRESSORS[name](chunk, most), np.uint8)
+    if len(chunk) != most:
+        raise ValueError(f"it has {len(chunk)} bytes instead of {most}")
+    out.view(np.uint8)[:] = chunk
+    if swapped:
+        out.byteswap(inplace=True)
 
 
 def _inflate(stored: Bytes, most: int) -> bytes:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
 from zloader.storage.coders import PREFIX
@@ -172,23 +171,3 @@ def _codec_names(node: Mapping[str, Any]) -> Iterator[str]:
             yield name.removeprefix(PREFIX)
         if name == SHARDING:
             yield from _codec_names({"zarr_format": 3, "codecs": codec["configuration"]["codecs"]})
-
-
-class IndptrCheck:
-    """Checks an indptr window by window. Raises FormatError unless it ascends from 0 to at most `n_elements`."""
-
-    def __init__(self, where: str, n_elements: int) -> None:
-        self._where, self._n_elements, self._last, self._next = where, n_elements, 0, 0
-
-    def __call__(self, first: int, window: NDArray[Any]) -> None:
-        """Checks the entries from number `first` on, and that they follow those of the window before, if they do."""
-        before = np.append(self._last if first == self._next else 0, window[:-1])
-        wrong = (window < before) | (window > self._n_elements)
-        if first == 0:
-            wrong[0] |= window[0] != 0
-        if wrong.any():
-            row = max(0, first + int(np.argmax(wrong)) - 1)
-            raise FormatError(
-                f"{self._where} is wrong at row {row} ({self._n_elements} values are stored): the store is damaged"
-            )
-        self._last, self._next = int(window[-1]), first + len(window)

@@ -7,7 +7,7 @@ the object itself, or is known without reading.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import google_crc32c
 import numpy as np
@@ -26,7 +26,8 @@ class Placement:
     """Objects of the Zarr array `path`: shards (https://zarr-specs.readthedocs.io, v3, sharding codec), or chunks.
 
     A key is the path, `prefix` ("c" and the separator; empty in Zarr v2) and the position of the object in each of
-    `n_dims` dimensions, of which only the first is divided.
+    `n_dims` dimensions, of which only the first is divided. With a `table`, as of an array in an HDF5 file, all chunks
+    are in the one object `path`, which may be seen as several, of `chunks_per_object` chunks each.
     """
 
     path: str
@@ -37,6 +38,7 @@ class Placement:
     prefix: str = "c/"
     separator: str = "/"
     n_dims: int = 1
+    table: Index | None = field(default=None, compare=False)
 
     @property
     def index_bytes(self) -> int:
@@ -45,16 +47,28 @@ class Placement:
 
     def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
         """The bytes of the array in some of its objects, and how many chunks these have room for."""
+        if self.table is not None:  # in an object with other contents, too
+            stored = self.table[self.table[:, 0] != ABSENT, 1]
+            return int(stored.sum()), len(stored)
         keys = map(self.key, objects)
         sizes = [object_sizes[key] for key in keys if key in object_sizes]
         return sum(sizes), len(sizes) * self.chunks_per_object
 
     def key(self, number: int) -> str:
         """The key of an object, relative to the store."""
+        if self.table is not None:
+            return self.path
         return f"{self.path}/{self.prefix}" + self.separator.join([str(number), *["0"] * (self.n_dims - 1)])
 
     def index(self, number: int, object_size: int) -> Span | Index:
-        """The span of the index in a shard of `object_size` bytes; or the index itself, if it need not be read."""
+        """The span of the index in a shard of `object_size` bytes; or the index itself, if it need not be read.
+
+        Raises CorruptChunkError for a table that names bytes that the object lacks.
+        """
+        if self.table is not None:
+            begin = number * self.chunks_per_object
+            table = self.table[begin : begin + self.chunks_per_object]
+            return _inside(table, object_size, f"the chunk table of an array in {self.path}")
         if not self.sharded:
             return np.array([[0, object_size]], np.uint64)
         start = object_size - self.index_bytes if self.index_at_end else 0
@@ -68,43 +82,16 @@ class Placement:
         body = stored[:-4] if self.index_checksum else stored
         if self.index_checksum and google_crc32c.value(body) != int.from_bytes(stored[-4:], "little"):
             raise CorruptChunkError(f"{where} does not match its checksum")
-        return require_inside(np.frombuffer(body, "<u8").reshape(-1, 2), object_size, where)
+        return _inside(np.frombuffer(body, "<u8").reshape(-1, 2), object_size, where)
 
 
-def require_inside(table: Index, object_size: int, where: str) -> Index:
+def _inside(table: Index, object_size: int, where: str) -> Index:
     """The table. Raises CorruptChunkError if it names bytes beyond the end of its object."""
     stored_chunks = table[table[:, 0] != ABSENT]
     ends = stored_chunks.sum(axis=1)
     if len(ends) and (ends.max() > object_size or (stored_chunks > object_size).any()):
         raise CorruptChunkError(f"{where} points to byte {int(ends.max())}, but the object has {object_size} bytes")
     return table
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TablePlacement(Placement):
-    """All chunks of an array in the one object `path`, at the offsets of a table, as in an HDF5 file.
-
-    The object may be seen as several, of `chunks_per_object` chunks each.
-    """
-
-    table: Index
-
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-    def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
-        """The bytes of the stored chunks, and their number. The object has other contents, too."""
-        sizes = self.table[self.table[:, 0] != ABSENT, 1]
-        return int(sizes.sum()), len(sizes)
-
-    def key(self, number: int) -> str:
-        """The key of the object."""
-        return self.path
-
-    def index(self, number: int, object_size: int) -> Index:
-        """The table. Raises CorruptChunkError if it names bytes that the object lacks."""
-        begin = number * self.chunks_per_object
-        table = self.table[begin : begin + self.chunks_per_object]
-        return require_inside(table, object_size, f"the chunk table of an array in {self.path}")
 
 
 class ObjectIndex:
