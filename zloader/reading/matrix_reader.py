@@ -27,13 +27,13 @@ from zloader.reading.read_plan import Elements, FillPlanner
 from zloader.reading.reader import ArrayReader, ChunkReads, Corrupt, Needed, Stored
 from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
-from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, code_blocks, views_of
+from zloader.storage.coded_rows import ENTRY_BYTES, code_blocks, views_of, words_of
 from zloader.storage.layout import MatrixLayout, RowOffsets, runs_of
-from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm
+from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm, begun_blocks
 
-# Decoded bytes that a thread holds on their way to the mirror. Memory that is used again costs no page faults. Rows of
-# this size cost 0.2 ms of interpreter time, so smaller ones slow the threads down.
-_STRETCH_BYTES = 8 << 20
+# Decoded bytes that a thread holds on their way to the mirror. Fresh memory costs page faults, and memory that is used
+# again stays in the core's cache. Rows of this size cost 0.2 ms of interpreter time, so fewer slow the threads down.
+_STRETCH_BYTES = 4 << 20
 # How often a fetch checks whether the blocks that it waits for have arrived. It has to poll: other processes share only
 # the mirror's files with this one, so they cannot notify it.
 _POLL_S = 0.02
@@ -150,7 +150,7 @@ class MatrixReader:
     def _of_kept(self, kept: KeptRows, at: Rows | slice) -> SourceRows:
         form = kept.form
         if form.genes is None:
-            values = kept.content[: len(kept.content) // form.values.itemsize * form.values.itemsize].view(form.values)
+            values = words_of(kept.content, form.values)
             return SourceRows(
                 at=at, genes=None, values=values, starts=kept.elements(), lengths=kept.lengths, chosen=self._chosen
             )
@@ -273,44 +273,66 @@ class MatrixReader:
             await resources.in_flight.acquire(batch.n_bytes, turn)
 
     def _stretches(self, mirror: RowsFile, blocks: Rows) -> Iterator[slice]:
-        few = max(1, _STRETCH_BYTES // mirror.form.block_bytes)
-        for first in range(0, len(blocks), few):
-            yield slice(first, first + few)
+        n = -(-len(blocks) * mirror.form.block_bytes // _STRETCH_BYTES)
+        bounds = np.linspace(0, len(blocks), min(n, len(blocks)) + 1).astype(int).tolist()
+        yield from map(slice, bounds, bounds[1:])
 
     def _keep(self, mirror: RowsFile, batch: _Batch, stored: Stored) -> tuple[Rows, Corrupt]:
         """Decodes, packs and writes blocks on this thread. Returns those with corrupt chunks, and these."""
         size = mirror.form.block_rows
+        keep = self._keep_packed if mirror.form.coded or self._keeps_chosen else self._keep_raw
         left, corrupt = [batch.blocks[:0]], []
         for some in self._stretches(mirror, batch.blocks):
             rows = slice(some.start * size, some.stop * size)
-            starts, stops = batch.starts[rows], batch.stops[rows]
-            firsts, lasts, counts = runs_of(starts, stops)
-            through = self._through(firsts, lasts)
-            memory = self._resources.own_buffer("decoded", sum(each.n_bytes for each in through))
-            used, found, wrong = 0, [], []
-            for array, of_array, reads, of_reads in zip(
-                self._arrays, through, batch.reads, batch.shared(stored), strict=True
-            ):
-                slots = of_array.slots(memory[used : used + of_array.n_bytes])
-                used += of_array.n_bytes
-                array.fill_absent(reads, slots)
-                wrong += array.decode(reads, slots, of_reads)
-                run = slots.filled(firsts)
-                found.append(Elements(source=run.source, starts=starts + np.repeat(run.starts - firsts, counts)))
+            wrong = keep(mirror, batch, batch.blocks[some], batch.starts[rows], batch.stops[rows], stored)
             if wrong:
                 left.append(batch.blocks[some])
                 corrupt += wrong
-                continue
-            *genes, values = found
-            rows_read = SourceRows(
-                at=slice(None),
-                genes=genes[0].source if genes else None,
-                values=values.source,
-                starts=(genes[0].starts if genes else values.starts, values.starts),
-                lengths=stops - starts,
-            )
-            self._put(mirror, batch.blocks[some], rows_read)
         return np.concatenate(left), corrupt
+
+    def _keep_raw(
+        self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
+    ) -> Corrupt:
+        """Decodes chunks piece by piece to where the rows of blocks are packed."""
+        form, lengths = mirror.form, stops - starts
+        memory = self._resources.own_buffer("packed", form.most_bytes(len(lengths), int(lengths.sum())))
+        entries = np.zeros((len(lengths), ENTRY_BYTES // 8), np.uint64)
+        ends, places = begun_blocks(form, lengths, entries, memory)
+        if form.genes is None:  # the rows of a block are one piece
+            firsts = np.arange(0, len(starts), form.block_rows)
+            starts, stops = starts[firsts], stops[np.minimum(firsts + form.block_rows, len(stops)) - 1]
+        wrong = []
+        for array, reads, of_reads, to in zip(self._arrays, batch.reads, batch.shared(stored), places, strict=True):
+            wrong += array.decode_rows(reads, (starts, stops, to), words_of(memory, array.layout.dtype), of_reads)
+        if not wrong:
+            mirror.put(blocks, ends, memory)
+        return wrong
+
+    def _keep_packed(
+        self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
+    ) -> Corrupt:
+        """Decodes chunks, and then chooses genes and codes the rows."""
+        firsts, lasts, counts = runs_of(starts, stops)
+        through = self._through(firsts, lasts)
+        memory = self._resources.own_buffer("decoded", sum(each.n_bytes for each in through))
+        used, found, wrong = 0, [], []
+        for array, of_array, reads, of_reads in zip(
+            self._arrays, through, batch.reads, batch.shared(stored), strict=True
+        ):
+            slots = of_array.slots(memory[used : used + of_array.n_bytes])
+            used += of_array.n_bytes
+            array.fill_absent(reads, slots)
+            wrong += array.decode(reads, slots, of_reads)
+            run = slots.filled(firsts)
+            found.append(Elements(source=run.source, starts=starts + np.repeat(run.starts - firsts, counts)))
+        if not wrong:
+            genes, values = found
+            places = genes.starts, values.starts
+            rows = SourceRows(
+                at=slice(None), genes=genes.source, values=values.source, starts=places, lengths=stops - starts
+            )
+            self._put(mirror, blocks, rows)
+        return wrong
 
     async def _fill_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:
         await self._resources.run(self._keep_from_whole, mirror, whole, blocks)
@@ -369,42 +391,19 @@ def _some(at: Rows | slice, chosen: NDArray[np.bool_]) -> Rows:
 
 
 def packed(form: RowForm, rows: SourceRows, entries: NDArray[np.uint64], memory: NDArray[np.uint8]) -> Rows:
-    """Packs rows, from the first one of a block on, into blocks at the beginning of some memory.
+    """Packs CSR rows, from the first one of a block on, into blocks at the beginning of some memory.
 
     Returns the byte after each block. `entries` are those of the rows, without places and lengths.
     """
-    starts, lengths = rows.starts, rows.lengths
-    words = memory[: len(memory) // ALIGNED * ALIGNED].view(np.uint64)
-    ends: Rows
-    values, kept = as_bits(rows.values), as_bits(memory[: len(memory) // ALIGNED * ALIGNED].view(form.values))
-    firsts = np.arange(0, len(lengths), form.block_rows)
-    if form.genes is None:
-        sizes = np.minimum(firsts + form.block_rows, len(lengths)) - firsts
-        ends = np.cumsum(-(-sizes * form.row_bytes // ALIGNED) * ALIGNED)
-        words[ends[ends > 0] // 8 - 1] = 0  # unused bytes, as below
-        first_values = np.append(0, ends)[:-1] // form.values.itemsize
-        whole = np.append(starts[1][firsts], 0)[: len(firsts)]
-        copy_rows(values, whole, sizes * form.width, first_values, kept)
-        return ends
+    starts, lengths, values = rows.starts, rows.lengths, as_bits(rows.values)
+    assert form.genes is not None
     assert rows.genes is not None
-    genes = memory[: len(memory) // ALIGNED * ALIGNED].view(form.genes)
     if form.coded:
-        ends = np.empty(len(firsts), np.int64)
-        views = views_of(memory, form.genes, form.values)
-        code_blocks(rows.genes, rows.values, starts, lengths, entries, form.block_rows, views, words, ends)
+        ends, views = np.empty(-(-len(lengths) // form.block_rows), np.int64), views_of(memory, form.genes, form.values)
+        words = words_of(memory, np.uint64)
+        code_blocks(rows.genes, values, starts, lengths, entries, form.block_rows, views, words, ends)
         return ends
-    heads, stops, (of_genes, of_values) = form.raw_places(lengths)
-    ends = stops[np.append(firsts[1:], len(lengths)) - 1]
-    begins = np.append(0, ends)[:-1]
-    of_entries = entries.view(ENTRY)[:, 0]
-    of_entries["offset"], of_entries["length"] = heads - np.repeat(begins, form.block_rows)[: len(lengths)], lengths
-    sizes = np.minimum(form.block_rows, len(lengths) - firsts) * (ENTRY_BYTES // 8)
-    # Unused bytes are 0, so that the same rows are the same bytes, whoever packs them.
-    words[begins[-1] // 8 + sizes[-1] : heads[firsts[-1]] // 8] = 0
-    words[(of_genes + lengths * genes.itemsize - 1) // 8] = 0
-    words[stops // 8 - 1] = 0
-    words[heads // 8] = 0xFFFFFFFF
-    copy_rows(entries.reshape(-1), firsts * (ENTRY_BYTES // 8), sizes, begins // 8, words)
-    copy_rows(rows.genes, starts[0], lengths, of_genes // form.genes.itemsize, genes)
-    copy_rows(values, starts[1], lengths, of_values // form.values.itemsize, kept)
+    ends, (of_genes, of_values) = begun_blocks(form, lengths, entries, memory)
+    copy_rows(rows.genes, starts[0], lengths, of_genes, words_of(memory, form.genes))
+    copy_rows(values, starts[1], lengths, of_values, words_of(memory, values.dtype))
     return ends

@@ -25,6 +25,7 @@ from zloader.storage.layout import (
     chunk_spans,
     chunks_of,
     distinct,
+    expand,
     fill_gaps,
 )
 from zloader.storage.placement import ObjectIndex
@@ -204,11 +205,33 @@ class Slots:
             source=self.elements, starts=shifts[np.searchsorted(self.chunks, self.layout.chunk_of(starts))] + starts
         )
 
-    def jobs(self, chunks: Rows, reads: Rows | int = 0, offsets: Rows | int = 0, sizes: Rows | int = 0) -> NDArray[Any]:
-        """How to decode chunks into their slots (dtype CHUNK), from these places in some reads, if any."""
-        jobs = np.empty(len(chunks), CHUNK)
-        jobs["read"], jobs["offset"], jobs["size"] = reads, offsets, sizes
+    def jobs(self, chunks: Rows) -> NDArray[Any]:
+        """How to decode chunks into their slots (dtype CHUNK), without where they are stored."""
+        jobs = _jobs(self.layout, chunks)
         jobs["begin"], jobs["first"], jobs["stop"] = self.locate(chunks)
-        begins, ends = self.layout.chunk_bounds(chunks)
-        jobs["elements"] = ends - begins if self.layout.cut else self.layout.chunk_elements
         return jobs
+
+
+def row_jobs(layout: ArrayLayout, starts: Rows, stops: Rows, begins: Rows) -> tuple[Rows, NDArray[Any]]:
+    """How to decode the elements `[start, stop)` of some rows, ascending, to `begins` in memory (dtype CHUNK).
+
+    Returns the chunk of each job. Those of one chunk follow one another.
+    """
+    some = np.flatnonzero(stops > starts)
+    starts, stops, begins = starts[some], stops[some], begins[some]
+    firsts = layout.chunk_of(starts)
+    counts = layout.chunk_of(stops - 1) + 1 - firsts
+    row, chunks = np.repeat(np.arange(len(some)), counts), expand(firsts, counts)
+    chunk_starts, chunk_stops = layout.chunk_bounds(chunks)
+    starts_there = np.maximum(starts[row], chunk_starts)
+    jobs = _jobs(layout, chunks)
+    jobs["begin"] = begins[row] + starts_there - starts[row]
+    jobs["first"], jobs["stop"] = starts_there - chunk_starts, np.minimum(stops[row], chunk_stops) - chunk_starts
+    return chunks, jobs
+
+
+def _jobs(layout: ArrayLayout, chunks: Rows) -> NDArray[Any]:
+    jobs = np.empty(len(chunks), CHUNK)
+    begins, ends = layout.chunk_bounds(chunks)
+    jobs["elements"] = ends - begins if layout.cut else layout.chunk_elements
+    return jobs

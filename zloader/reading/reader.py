@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
-from zloader.reading.read_plan import Elements, Slots, batches, planner_of
+from zloader.reading.read_plan import Elements, Slots, batches, planner_of, row_jobs
 from zloader.reading.resources import Resources
 from zloader.reading.shard_indexes import ShardIndexes, explained
 from zloader.storage.decode import Decoder
@@ -142,13 +143,30 @@ class ArrayReader:
     def decode(self, reads: ChunkReads, slots: Slots, stored: Stored) -> Corrupt:
         """Decodes chunks that were read into their slots; returns the corrupt spans, each with its first error."""
         at = reads.of(slots.chunks)
-        chunks, read, offsets, sizes = (of_chunk[at] for of_chunk in reads.table)
-        errors = self._decoder.decode_all(stored, slots.jobs(chunks, read, offsets, sizes), slots.elements)
+        return self._decode(reads, at, slots.jobs(reads.table[0][at]), slots.elements, stored)
+
+    def decode_rows(
+        self, reads: ChunkReads, rows: tuple[Rows, Rows, Rows], out: NDArray[Any], stored: Stored
+    ) -> Corrupt:
+        """Decodes the elements of rows, given as starts, stops and their places in `out`, as `decode` does."""
+        chunks, jobs = row_jobs(self.layout, *rows)
+        at = np.searchsorted(reads.table[0], chunks)
+        absent = np.append(reads.table[0], -1)[at] != chunks
+        if absent.any():
+            self.layout.check_bounds(np.atleast_1d(self.layout.fill_value))
+            for begin, length in zip(jobs["begin"][absent], (jobs["stop"] - jobs["first"])[absent], strict=True):
+                out[begin : begin + length] = self.layout.fill_value
+        return self._decode(reads, at[~absent], jobs[~absent], out, stored)
+
+    def _decode(
+        self, reads: ChunkReads, at: Rows | slice, jobs: NDArray[Any], out: NDArray[Any], stored: Stored
+    ) -> Corrupt:
+        chunks, jobs["read"], jobs["offset"], jobs["size"] = (of_chunk[at] for of_chunk in reads.table)
         corrupt: dict[int, tuple[ChunkSpan, CorruptChunkError]] = {}
-        for position, error in errors:
-            piece, start, size = reads.pieces[read[position]], int(offsets[position]), int(sizes[position])
-            where = self._describe(piece.span, start, start + size, int(chunks[position]))
-            corrupt.setdefault(int(read[position]), (piece, explained(error, where)))
+        for job, error in self._decoder.decode_all(stored, jobs, out):
+            read, start, size = (int(jobs[name][job]) for name in ("read", "offset", "size"))
+            where = self._describe(reads.pieces[read].span, start, start + size, int(chunks[job]))
+            corrupt.setdefault(read, (reads.pieces[read], explained(error, where)))
         return list(corrupt.values())
 
     def fill_absent(self, reads: ChunkReads, slots: Slots) -> None:

@@ -21,6 +21,8 @@ from zloader.common.records import ByteSource, ReadClock, Span
 from zloader.reading.back_pressure import ByteBudget
 from zloader.storage.placement import ObjectIndex
 
+_GROWTH = 1 << 20  # bytes: memory that grows little by little is fresh each time, and fresh memory costs page faults
+
 Bytes = NDArray[np.uint8]
 Result = TypeVar("Result")
 
@@ -138,7 +140,7 @@ class Resources:
         """Memory for a use that the calling thread keeps, with arbitrary contents."""
         buffer = getattr(self.own_buffers, use, None)
         if buffer is None or len(buffer) < n_bytes:
-            buffer = np.empty(n_bytes, np.uint8)
+            buffer = np.empty(-(-n_bytes // _GROWTH) * _GROWTH, np.uint8)
             setattr(self.own_buffers, use, buffer)
         return buffer[:n_bytes]
 

@@ -29,6 +29,7 @@ ENTRY_BYTES = 24  # of a row in the table of its block (row_blocks.py)
 ALIGNED = 8  # rows and blocks begin at multiples of it
 RAW = 0xFFFF  # exceptions
 HEAD_BYTES, _EXCEPTION_BYTES = 4, 4
+_ENTRY_WORDS = ENTRY_BYTES // 8
 _BYTES = 0x8000  # set where values have whole bytes
 _LARGE = 1 << 30  # a larger gene or value is raw
 _COUNT_BYTES = 0.6  # of a coded count, about: 0.5 up to 15, as most are, 4.5 or 1 above
@@ -40,8 +41,12 @@ Views: TypeAlias = tuple[NDArray[np.uint8], NDArray[Any], NDArray[Any]]
 
 def views_of(content: NDArray[np.uint8], genes: np.dtype[Any], values: np.dtype[Any]) -> Views:
     """Coded rows with genes and values of these dtypes. The memory is aligned to 8 bytes."""
-    whole = content[: len(content) // ALIGNED * ALIGNED]
-    return content, whole.view(genes), whole.view(values)
+    return content, words_of(content, genes), words_of(content, values)
+
+
+def words_of(content: NDArray[np.uint8], dtype: Any) -> NDArray[Any]:
+    """Memory in another dtype of up to 8 bytes, without what is left at its end."""
+    return content[: len(content) // ALIGNED * ALIGNED].view(dtype)
 
 
 def likely_bytes(
@@ -154,6 +159,46 @@ def _put_exceptions(rests: NDArray[np.int32], bits: int, out: NDArray[np.uint8])
 
 
 @compiled
+def place_rows(  # noqa: PLR0913
+    lengths: Rows,
+    itemsizes: tuple[int, int],
+    entries: NDArray[np.uint64],
+    block_rows: int,
+    content: NDArray[np.uint8],
+    words: NDArray[np.uint64],
+    places: tuple[Rows, Rows],
+    ends: Rows,
+) -> None:
+    """Begins raw rows in blocks as `code_blocks` does: writes all but their genes and values.
+
+    Notes in `places` where these belong, in elements of so many bytes.
+    """
+    to = 0
+    for block in range(len(ends)):
+        first, begin = block * block_rows, to
+        to += block_rows * ENTRY_BYTES
+        words[begin // 8 : to // 8] = 0  # the last block may have fewer rows
+        for row in range(first, min(first + block_rows, len(lengths))):
+            n, head = lengths[row], to
+            _put_word(content, head, RAW)
+            _put_word(content, head + 2, RAW)
+            genes = _padded(content, head + HEAD_BYTES, itemsizes[0])
+            values = _padded(content, genes + n * itemsizes[0], itemsizes[1])
+            places[0][row], places[1][row] = genes // itemsizes[0], values // itemsizes[1]
+            to = _padded(content, values + n * itemsizes[1], ALIGNED)
+            _put_entry(entries[row], head - begin, n, words, begin // 8 + (row - first) * _ENTRY_WORDS)
+        ends[block] = to
+
+
+@compiled
+def _put_entry(entry: NDArray[np.uint64], offset: int, n: int, words: NDArray[np.uint64], at: int) -> None:
+    entry[0] = offset
+    entry[1] |= n
+    for k in range(_ENTRY_WORDS):
+        words[at + k] = entry[k]
+
+
+@compiled
 def code_blocks(  # noqa: PLR0913
     genes: NDArray[Any],
     values: NDArray[Any],
@@ -171,7 +216,7 @@ def code_blocks(  # noqa: PLR0913
     is the memory of `out`.
     """
     content, typed_genes, typed_values = out
-    n_words, to = ENTRY_BYTES // 8, 0
+    to = 0
     for block in range(len(ends)):
         first, begin = block * block_rows, to
         stop = min(first + block_rows, len(lengths))
@@ -181,15 +226,12 @@ def code_blocks(  # noqa: PLR0913
             n, head = lengths[row], to
             of_genes = genes[starts[0][row] : starts[0][row] + n]
             of_values = values[starts[1][row] : starts[1][row] + n]
-            entries[row, 0] = head - begin
-            entries[row, 1] |= n
             exceptions, to = _put(of_genes, True, content, typed_genes, head + HEAD_BYTES)
             _put_word(content, head, exceptions)
             exceptions, to = _put(of_values, False, content, typed_values, to)
             _put_word(content, head + 2, exceptions)
             to = _padded(content, to, ALIGNED)
-            for k in range(n_words):
-                words[begin // 8 + (row - first) * n_words + k] = entries[row, k]
+            _put_entry(entries[row], head - begin, n, words, begin // 8 + (row - first) * _ENTRY_WORDS)
         ends[block] = to
 
 

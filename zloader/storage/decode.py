@@ -58,18 +58,22 @@ class Decoder:
     ) -> list[tuple[int, CorruptChunkError]]:
         """Fills `out` with the needed elements of `chunks` (dtype CHUNK).
 
-        Returns the position and the error of each chunk that is corrupt or violates the layout's bound `below`.
+        Returns the position and the error of each that is corrupt or violates the layout's bound `below`.
         """
         views, corrupt = [np.frombuffer(read, np.uint8) for read in reads], []
         # Used again, as fresh memory costs page faults.
         scratch = np.empty(self._layout.chunk_elements if len(chunks) else 0, self._dtype)
+        at, whole = (-1, -1), scratch  # what was decoded last
         left = np.flatnonzero(~self._decode_at_once(views, chunks, out, scratch))
         for i, fields in zip(left.tolist(), chunks[left].tolist(), strict=True):
             read, offset, size, begin, first, stop, n_elements = fields
             needed = out[begin : begin + stop - first]
-            whole = scratch[:n_elements] if self._narrows or len(needed) < n_elements else needed
             try:
-                self._decode_whole(views[read][offset : offset + size], whole)
+                if at != (read, offset):
+                    at = (-1, -1)
+                    whole = scratch[:n_elements] if self._narrows or len(needed) < n_elements else needed
+                    self._decode_whole(views[read][offset : offset + size], whole)
+                    at = read, offset
                 self._layout.check_bounds(whole[first:stop])
             except CorruptChunkError as error:
                 corrupt.append((i, error))
@@ -114,8 +118,7 @@ class Decoder:
                 raise
             raise CorruptChunkError(f"it cannot be decoded: {error}") from error
         if self._differences:
-            unsigned = whole.view(f"u{whole.itemsize}")
-            accumulate(unsigned[:0], unsigned, unsigned)
+            accumulate(whole.view(f"u{whole.itemsize}"))
 
 
 def decodes_in_numpy(layout: ArrayLayout) -> bool:
@@ -183,7 +186,8 @@ _RESIDUE = np.uint32(0x48674BC7)
 
 # The source and the target of a chunk: it is bytes `[offset, offset + size)` of read number `read`. Only its elements
 # `[first, stop)` are needed, counted from its first element. They go into an array, from `begin` on.
-# Decoded it has so many `elements`.
+# Decoded it has so many `elements`. A chunk of which several pieces are needed is given once for each, one after
+# another, and is decoded once.
 CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin", "first", "stop", "elements")])
 
 
@@ -207,37 +211,52 @@ def decompress(
     checked, compressed, differences = how
     valid = np.zeros(len(chunks), np.bool_)
     itemsize, narrows = scratch.itemsize, scratch.itemsize != out.itemsize
-    for i in range(len(chunks)):
-        chunk = chunks[i]
+    as_stored, last = not (compressed or differences or narrows), 0
+    while last < len(chunks):
+        begin, chunk = last, chunks[last]
+        first, stop = chunk.first, chunk.stop
+        while last < len(chunks) and _is_same(chunks[last], chunk):
+            first, stop = min(first, chunks[last].first), max(stop, chunks[last].stop)
+            last += 1
         stored, n = addresses[chunk.read] + chunk.offset, chunk.size
         if checked:
             if n < 4 or _crc32c(stored, n) != _RESIDUE:
                 continue
             n -= 4
-        needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
-        whole = len(needed) == chunk.elements
-        direct = not narrows and (whole or not (compressed or differences))
-        target: Any = np.intp(needed.ctypes.data) - chunk.first * itemsize if direct else np.intp(scratch.ctypes.data)
-        first = 0 if differences else chunk.first
+        direct = chunk.stop - chunk.first == chunk.elements and not (narrows or as_stored)
+        target = np.intp(out[chunk.begin :].ctypes.data) if direct else np.intp(scratch.ctypes.data)
+        first = 0 if differences else first
         if compressed:
-            if not _decompress_part(stored, n, target, chunk.elements, itemsize, first, chunk.stop):
+            if not _decompress_part(stored, n, target, chunk.elements, itemsize, first, stop):
                 continue
         elif n != chunk.elements * itemsize:
             continue
+        elif as_stored:
+            target = stored
         else:
-            _memcpy(target + first * itemsize, stored + first * itemsize, (chunk.stop - first) * itemsize)
-        taken = scratch[chunk.first : chunk.stop]
-        if narrows and below >= 0 and largest(taken) >= np.uint64(below):
-            continue
+            _memcpy(target + first * itemsize, stored + first * itemsize, (stop - first) * itemsize)
         if differences and direct:
-            accumulate(needed[:0], needed, needed)
+            accumulate(out[chunk.begin : chunk.begin + chunk.elements])
         elif differences:
-            accumulate(scratch[: chunk.first], taken, needed)
-        elif not direct:
-            for k in range(len(needed)):
-                needed[k] = taken[k]
-        valid[i] = below < 0 or largest(needed) < np.uint64(below)
+            accumulate(scratch[:stop])
+        for i in range(begin, last):
+            piece = chunks[i]
+            needed = out[piece.begin : piece.begin + piece.stop - piece.first]
+            if narrows:
+                taken = scratch[piece.first : piece.stop]
+                if below >= 0 and largest(taken) >= np.uint64(below):
+                    continue
+                for k in range(len(needed)):
+                    needed[k] = taken[k]
+            elif not direct:
+                _memcpy(needed.ctypes.data, target + piece.first * itemsize, len(needed) * itemsize)
+            valid[i] = below < 0 or largest(needed) < np.uint64(below)
     return valid
+
+
+@compiled
+def _is_same(chunk: Any, other: Any) -> bool:
+    return bool(chunk.read == other.read and chunk.offset == other.offset)
 
 
 @compiled
@@ -264,23 +283,18 @@ def _decompress_part(
     return bool(_decompress(stored, target, chunk_bytes, 1) == chunk_bytes)
 
 
-def _accumulate(before: NDArray[Any], differences: NDArray[Any], out: NDArray[Any]) -> None:
-    out[:] = np.cumsum(np.append(before, differences), dtype=out.dtype)[len(before) :]
+def _accumulate(differences: NDArray[Any]) -> None:
+    np.cumsum(differences, dtype=differences.dtype, out=differences)
 
 
 @compiled_after(_accumulate)
-def accumulate(before: NDArray[Any], differences: NDArray[Any], out: NDArray[Any]) -> None:
-    """Fills `out` with the running sums of unsigned `differences`, which may be `out`, on top of the sum of `before`.
-
-    Sums wrap around, so that differences may be negative.
-    """
-    total = out.dtype.type(0)
-    for k in range(len(before)):
-        total = out.dtype.type(total + before[k])
+def accumulate(differences: NDArray[Any]) -> None:
+    """Replaces unsigned differences by their running sums, which wrap around: differences may be negative."""
+    total = differences.dtype.type(0)
     # Fewer additions would do in vector registers, but the compiler's attempt at that took twice as long.
-    for k in range(len(out)):
-        total = out.dtype.type(total + differences[k])
-        out[k] = total
+    for k in range(len(differences)):
+        total = differences.dtype.type(total + differences[k])
+        differences[k] = total
 
 
 @compiled

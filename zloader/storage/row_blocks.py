@@ -8,6 +8,7 @@ coded_rows.py describes the others. A block of dense rows is their values alone.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.records import Rows
-from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, Views, views_of
+from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, Views, place_rows, views_of, words_of
 from zloader.storage.layout import ArrayLayout, MatrixLayout, expand
 
 # The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
@@ -114,14 +115,6 @@ class RowForm:
         values = _aligned(genes + lengths * self.genes.itemsize, self.values.itemsize)
         return genes, values, _aligned(values + lengths * self.values.itemsize, ALIGNED)
 
-    def raw_places(self, lengths: Rows) -> tuple[Rows, Rows, tuple[Rows, Rows]]:
-        """Where raw rows in blocks one after another begin and end, and where their genes and values begin."""
-        _, _, sizes = self.places_in_rows(np.zeros_like(lengths), lengths)
-        numbers = np.arange(len(lengths)) // self.block_rows
-        starts = np.cumsum(sizes) - sizes + (numbers + 1) * (ENTRY_BYTES * self.block_rows)
-        genes, values, stops = self.places_in_rows(starts, lengths)
-        return starts, stops, (genes, values)
-
 
 def _dense_rows(chunk_rows: int, row_bytes: int) -> int:
     """Rows of a block of dense rows: a whole number of chunks, or a divisor of the rows of a large one."""
@@ -158,12 +151,33 @@ class KeptRows:
         return genes // self.form.genes.itemsize, values // self.form.values.itemsize
 
 
+def begun_blocks(
+    form: RowForm, lengths: Rows, entries: NDArray[np.uint64], memory: NDArray[np.uint8]
+) -> tuple[Rows, Sequence[Rows]]:
+    """Begins blocks of raw rows, one after another, at the beginning of some memory. Unused bytes are 0.
+
+    Returns the byte after each block, and where the genes and the values of each row belong, in elements. Of dense
+    rows, returns where the values of each block belong. `entries` are those of the rows, without places and lengths.
+    """
+    n_blocks = -(-len(lengths) // form.block_rows)
+    words = words_of(memory, np.uint64)
+    if form.genes is None:
+        sizes = np.diff(np.minimum(np.arange(n_blocks + 1) * form.block_rows, len(lengths))) * form.row_bytes
+        ends = np.cumsum(-(-sizes // ALIGNED) * ALIGNED)
+        words[ends // ALIGNED - 1] = 0
+        return ends, [np.append(0, ends[:-1])[:n_blocks] // form.values.itemsize]
+    ends, places = np.empty(n_blocks, np.int64), (np.empty_like(lengths), np.empty_like(lengths))
+    itemsizes = form.genes.itemsize, form.values.itemsize
+    place_rows(lengths, itemsizes, entries, form.block_rows, memory, words, places, ends)
+    return ends, places
+
+
 def places_of(form: RowForm, content: NDArray[np.uint8], blocks: Rows, within: Rows) -> KeptRows:
     """Rows of blocks that begin at these bytes of some memory; row i is number `within[i]` of its block."""
     if form.genes is None:
         starts, lengths = blocks + within * form.row_bytes, np.full(len(blocks), form.width)
         return KeptRows(form=form, content=content, starts=starts, lengths=lengths, totals=None)
-    words = content[: len(content) // ALIGNED * ALIGNED].view(np.uint64)
+    words = words_of(content, np.uint64)
     n_words = ENTRY_BYTES // 8
     entries = words[(blocks // 8 + within * n_words)[:, None] + np.arange(n_words)].view(ENTRY)[:, 0]
     starts = blocks + entries["offset"].astype(np.int64)
