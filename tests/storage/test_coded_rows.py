@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as arrays
 
 from zloader.reading.gather import SourceRows
 from zloader.reading.matrix_reader import packed
-from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, RAW, take_genes, take_values
-from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm, places_of
+from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, RAW, take_genes, take_values, words_of
+from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm, begun_blocks, places_of
 
 pytestmark = pytest.mark.any_version
 
@@ -253,20 +253,15 @@ def test_dense_rows_are_their_values_alone(values, width, block_rows):
     bits = np.random.default_rng(width).integers(0, 2 if values == "bool" else 256, n_rows * width * dtype.itemsize)
     dense = bits.astype(np.uint8).view(dtype).reshape(n_rows, width)
     form = form_of(n_rows, None, dtype, block_rows=block_rows, width=width)
-    # Blocks may lie apart in the source.
-    gap = 5
-    firsts = np.arange(0, n_rows, block_rows)
-    apart = [part for first in firsts for part in (np.full(gap, 1, dtype), dense[first : first + block_rows].ravel())]
-    starts = np.arange(n_rows) * width + gap * (np.arange(n_rows) // block_rows + 1)
-    source = SourceRows(
-        at=slice(None), genes=None, values=np.concatenate(apart), starts=(starts, starts),
-        lengths=np.full(n_rows, width),
-    )  # fmt: skip
     most, contents = form.most_bytes(n_rows, n_rows * width), []
     for before in (0xA5, 0):
         memory = np.full(most // ALIGNED + 9, 0, np.uint64).view(np.uint8)
         memory[:] = before
-        ends = packed(form, source, np.zeros((n_rows, ENTRY_BYTES // 8), np.uint64), memory)
+        lengths, entries = np.full(n_rows, width), np.zeros((n_rows, ENTRY_BYTES // 8), np.uint64)
+        ends, (places,) = begun_blocks(form, lengths, entries, memory)
+        for first, place in zip(range(0, n_rows, block_rows), places, strict=True):
+            of_block = dense[first : first + block_rows].ravel()
+            words_of(memory, dtype)[place : place + len(of_block)] = of_block
         assert (ends <= most).all()
         assert not (ends % ALIGNED).any()
         assert (memory[ends[-1] :] == before).all()

@@ -224,7 +224,7 @@ def decompress(
                 continue
             n -= 4
         direct = chunk.stop - chunk.first == chunk.elements and not (narrows or as_stored)
-        target = np.intp(out[chunk.begin :].ctypes.data) if direct else np.intp(scratch.ctypes.data)
+        target: Any = np.intp(out[chunk.begin :].ctypes.data) if direct else np.intp(scratch.ctypes.data)
         first = 0 if differences else first
         if compressed:
             if not _decompress_part(stored, n, target, chunk.elements, itemsize, first, stop):

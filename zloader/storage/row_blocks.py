@@ -164,7 +164,7 @@ def begun_blocks(
     if form.genes is None:
         sizes = np.diff(np.minimum(np.arange(n_blocks + 1) * form.block_rows, len(lengths))) * form.row_bytes
         ends = np.cumsum(-(-sizes // ALIGNED) * ALIGNED)
-        words[ends // ALIGNED - 1] = 0
+        words[ends[ends > 0] // ALIGNED - 1] = 0
         return ends, [np.append(0, ends[:-1])[:n_blocks] // form.values.itemsize]
     ends, places = np.empty(n_blocks, np.int64), (np.empty_like(lengths), np.empty_like(lengths))
     itemsizes = form.genes.itemsize, form.values.itemsize
