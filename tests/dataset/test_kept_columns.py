@@ -16,7 +16,6 @@ import zarr
 from helpers import PATIENCE_S, check_minibatch, counts, write_store
 
 import zloader as zl
-from zloader.caching import kept_objects
 from zloader.caching.rows_file import RowsFile
 from zloader.common.errors import CacheError, FormatError, MissingObjectError, ReadError
 from zloader.conversion.writing import elements
@@ -395,7 +394,7 @@ def test_offline_a_column_that_was_never_read_is_an_error_and_leaves_no_files(tm
 
 
 def test_offline_names_that_are_too_large_for_the_cache_of_objects(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(kept_objects, "MAX_BYTES", 8)
+    monkeypatch.setattr("zloader.caching.kept.MAX_BYTES", 8)
     dataset = zl.open_dataset(store, cache=tmp_path)
     zl.warm(dataset)
     offline = zl.open_dataset(store, cache=tmp_path, offline=True)
