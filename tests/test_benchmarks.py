@@ -458,10 +458,14 @@ def epochs_of(way: str, store: simulated.Store, machines: Many, n_epochs: int = 
 
 
 def test_reads_into_a_simulated_mirror_are_those_of_the_planner(rows):
-    planner, random = rows.planner, np.random.default_rng(0)
+    filling, random = rows.filling(1.0), np.random.default_rng(0)
     for share in (0.001, 0.1, 0.5, 0.9):
-        chunks = np.flatnonzero(random.random(planner.layout.n_chunks) < share)
-        assert rows.mirror_reads(chunks) == rows.reads(chunks, into_mirror=True)
+        blocks = np.flatnonzero(random.random(rows.form.layout.n_chunks) < share)
+        chunks = [rows.chunks(rows.form.rows_of(batch)) for batch in filling.batches(blocks)]
+        wanted = np.sum([rows.reads(of_batch) for of_batch in chunks], axis=0)
+        gets, n_bytes, shards = rows.mirror_reads(filling, blocks)
+        assert [gets, n_bytes] == wanted.tolist()
+        assert shards.tolist() == np.unique(np.concatenate(chunks) // simulated.CHUNKS_PER_SHARD).tolist()
 
 
 def test_mirrors_of_parts_read_about_once_and_those_of_a_global_order_read_more(rows):

@@ -7,7 +7,7 @@ Every machine has eight trainers, which take minibatches as fast as they come, a
 - global: a global order. A mirror has what the trainers of its machine have read.
 - parts: `locality="machine"`. Each machine reads the same part of the rows in every epoch.
 
-The plan, the chunks of a fetch and the mirrors are those of simulated.py. Machines share nothing but the bucket, so one
+The plan, the reads of a fetch and the mirrors are those of simulated.py. Machines share nothing but the bucket, so one
 of N machines is simulated, with an N-th of the bucket's GETs. Links, disks and cores serve one thing after another, and
 a read has all of them work at the same time. A trainer makes two fetches at a time.
 
@@ -140,7 +140,7 @@ class Node(Machine):
         return rows
 
     async def _read_now(self, epoch: Epoch, number: int) -> float:
-        """Reads what a fetch needs. Returns the share of it that must be decoded."""
+        """Reads what a fetch needs. Returns the rows that it decodes for each one that it needs."""
         gets = self.gets
         n_bytes, share = self.read(epoch, number)
         gets, arrived = self.gets - gets, 0.0
@@ -149,7 +149,7 @@ class Node(Machine):
             arrived += self.cluster.latency_s
         decoded = epoch.plan.n_positions(number) * VALUES * DECODED
         from_disk = max(0.0, 1 - self.many.page_bytes / max(1, self.mirror_bytes))
-        await until(self.disk.begin(decoded * (share + (1 - share) * from_disk)), arrived)
+        await until(self.disk.begin(decoded * (share + max(0.0, 1 - share) * from_disk)), arrived)
         return share
 
 

@@ -1,7 +1,7 @@
 """Nothing by itself: a simulated cluster of producers, in virtual time, for scale.py.
 
 The plan (zloader.order.plan), the reads of each fetch (zloader.reading.read_plan, with the gaps and sizes of
-FetchOptions), which chunks a mirror gets (zloader.insight.cost), and everything that decides in `zr.stream`
+FetchOptions), which blocks of rows a mirror gets (zloader.insight.cost), and everything that decides in `zr.stream`
 (zloader.producing) are the code that runs in production. Simulated are the store, whose rows all have 1 840 values, the
 machines, and the time that they take:
 
@@ -29,15 +29,16 @@ from numpy.typing import NDArray
 from benchmarks.harness.measuring import table
 from benchmarks.harness.virtual_time import run_in_virtual_time
 from zloader.common.options import FetchOptions
-from zloader.insight.cost import chunks_to_read
+from zloader.insight.cost import blocks_to_read
 from zloader.order.plan import Plan, Remaining
 from zloader.order.shuffling import stratified
 from zloader.producing.production import Production
 from zloader.producing.window import LostError, MeanBytes, Window
-from zloader.reading.read_plan import ReadPlanner, planner_of, run_of
+from zloader.reading.read_plan import FillPlanner, ReadPlanner, planner_of
 from zloader.reading.resources import Counters
-from zloader.storage.layout import ArrayLayout, align_to_runs, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, distinct, expand, total_bytes
 from zloader.storage.placement import ObjectIndex
+from zloader.storage.row_blocks import RowForm
 
 Figures = dict[str, Any]
 Columns = dict[str, Callable[[Figures], str]]  # by header: what each shows of a run
@@ -100,22 +101,29 @@ class Store:
     """The two arrays of the matrix. Chunks of both begin at the same elements."""
 
     def __init__(self, rows: int) -> None:
-        self.rows = rows
-        options, self.planners = FetchOptions(memory="1GiB"), []
+        self.rows, self._options = rows, FetchOptions(memory="1GiB")
+        self.planners: list[tuple[ReadPlanner, defaultdict[int, ObjectIndex]]] = []
+        self._sizes: dict[str, int] = {}  # of the first objects, as a sample
         for path in STORED:
             layout = _layout(path, rows)
             size = STORED_CHUNK[path]
-            sizes = dict.fromkeys(map(layout.shard_key, range(min(16, layout.n_shards))), size * CHUNKS_PER_SHARD)
+            shards = map(layout.shard_key, range(min(16, layout.n_shards)))
+            self._sizes |= dict.fromkeys(shards, size * CHUNKS_PER_SHARD)
             offsets = size * np.arange(CHUNKS_PER_SHARD)
             index = ObjectIndex(np.stack([offsets, np.full(CHUNKS_PER_SHARD, size)], axis=1).astype(np.uint64))
-            self.planners.append(
-                (planner_of(layout, options, sizes, sweeping=0.0), defaultdict(lambda index=index: index))
-            )
+            self.planners.append((planner_of(layout, self._options), defaultdict(lambda index=index: index)))
+        genes, values = (planner.layout for planner, _ in self.planners)
+        self._matrix = MatrixLayout(path="X", n_rows=rows, n_genes=1 << 16, genes=genes, values=values)
+        self.form = RowForm.of(self._matrix, None, compact=False)
 
     @cached_property
     def planner(self) -> ReadPlanner:
         """That of either array, for chunks."""
         return self.planners[0][0]
+
+    def filling(self, sweeping: float) -> FillPlanner:
+        """The planner of mirrors, of machines that read this share of the rows in one piece."""
+        return FillPlanner.of(self._matrix, self.form, self._options, self._sizes, sweeping=sweeping)
 
     @property
     def stored_bytes(self) -> int:
@@ -125,22 +133,43 @@ class Store:
         return layout.n_chunks * sum(STORED_CHUNK.values()) + index_bytes
 
     def chunks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The chunks of some rows. Their first elements drift, so that blocks of rows do not begin with a chunk."""
-        starts, stops = (VALUES * each + np.round(40 * VALUES * np.sin(each / 977)) for each in (rows, rows + 1))
-        most = VALUES * self.rows
-        return self.planner.chunks(*(np.clip(each, 0, most).astype(np.int64) for each in (starts, stops)))
+        """The chunks of some rows."""
+        return self.planner.chunks(self._first_elements(rows), self._first_elements(rows + 1))
 
-    def reads(self, chunks: NDArray[np.int64], *, into_mirror: bool) -> tuple[int, int]:
+    def _first_elements(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """They drift, so that blocks of rows do not begin with a chunk."""
+        drifting = VALUES * rows + np.round(40 * VALUES * np.sin(rows / 977))
+        return np.clip(drifting, 0, VALUES * self.rows).astype(np.int64)
+
+    def blocks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The blocks of a mirror that have some rows."""
+        return distinct(rows // self.form.block_rows)
+
+    def reads(self, chunks: NDArray[np.int64]) -> tuple[int, int]:
         """GETs and bytes of these chunks of both arrays."""
-        spans = [planner.spans(chunks, indexes, into_mirror=into_mirror)[0] for planner, indexes in self.planners]
+        spans = [planner.spans(chunks, indexes)[0] for planner, indexes in self.planners]
         return sum(map(len, spans)), sum(map(total_bytes, spans))
 
-    def mirror_reads(self, chunks: NDArray[np.int64]) -> tuple[int, int]:
-        """The same as `reads` into a mirror, fast, for runs of chunks that are shorter than the longest read."""
-        if not len(chunks):
-            return 0, 0
-        apart = (np.diff(chunks) != 1) | (chunks[1:] % CHUNKS_PER_SHARD == 0)
-        return len(STORED) * (1 + int(np.count_nonzero(apart))), len(chunks) * sum(STORED_CHUNK.values())
+    def mirror_reads(self, filling: FillPlanner, blocks: NDArray[np.int64]) -> tuple[int, int, NDArray[np.int64]]:
+        """GETs, bytes and shards of reading some blocks, in the batches of the planner: fast, because it plans all of
+        them at once. No read is as long as the longest one may be.
+        """
+        if not len(blocks):
+            return 0, 0, blocks
+        layout, gap = self.planner.layout, self._options.gap_bytes
+        firsts = blocks * self.form.block_rows
+        stops = np.minimum(firsts + self.form.block_rows, self.rows)
+        begin, end = (self._first_elements(rows) for rows in (firsts, stops))
+        begin, end = layout.chunk_of(begin), layout.chunk_of(end - 1) + 1
+        batch = np.repeat(np.arange(len(blocks)) // filling.few, end - begin)
+        batch, chunks = np.divmod(distinct(batch * layout.n_chunks + expand(begin, end - begin)), layout.n_chunks)
+        shards, skipped = chunks // CHUNKS_PER_SHARD, np.diff(chunks) - 1
+        apart, gets, n_bytes = (np.diff(batch) != 0) | (np.diff(shards) != 0), 0, 0
+        for size in STORED_CHUNK.values():
+            split = apart | (skipped * size > gap)
+            gets += 1 + int(np.count_nonzero(split))
+            n_bytes += size * (len(chunks) + int(skipped[~split].sum()))
+        return gets, n_bytes, distinct(shards)
 
 
 def _layout(path: str, rows: int) -> ArrayLayout:
@@ -164,14 +193,14 @@ class Epoch:
         self.store = store
         options = {"sampling": stratified(), "batch_size": BATCH, "fetch_factor": FACTOR, **place}
         self.plan = Plan(dataset_rows=store.rows, epoch=epoch, **options)
-        self._chunks: dict[int, NDArray[np.int32]] = {}
+        self._blocks: dict[int, NDArray[np.int32]] = {}
         self._shards: dict[int, NDArray[np.int64]] = {}
 
-    def chunks(self, number: int) -> NDArray[np.int32]:
-        """The chunks of a fetch."""
-        if number not in self._chunks:
-            self._chunks[number] = self.store.chunks(self.plan.fetch(number).rows).astype(np.int32)
-        return self._chunks[number]
+    def blocks(self, number: int) -> NDArray[np.int32]:
+        """The blocks of a mirror that a fetch needs."""
+        if number not in self._blocks:
+            self._blocks[number] = self.store.blocks(self.plan.fetch(number).rows).astype(np.int32)
+        return self._blocks[number]
 
     def shards(self, number: int) -> NDArray[np.int64]:
         """The shards of a fetch, by the first row of every 16."""
@@ -180,17 +209,15 @@ class Epoch:
         return self._shards[number]
 
     @cached_property
-    def run(self) -> int:
-        """The chunks in a run that a mirror reads, if machines have parts."""
-        layout, options = self.store.planner.layout, FetchOptions(memory="1GiB")
-        swept = self.plan.swept_rows / self.store.rows if self.plan.machines > 1 else 0.0
-        return run_of(layout, round(options.least_read_bytes / max(STORED_CHUNK.values())), swept)
+    def filling(self) -> FillPlanner:
+        """The planner of mirrors. It reads more than it needs if machines have parts."""
+        return self.store.filling(self.plan.swept_rows / self.store.rows if self.plan.machines > 1 else 0.0)
 
     @cached_property
     def mean_reads(self) -> tuple[int, int]:
         """GETs and bytes of a fetch without a mirror, on average: of some, because they differ little."""
         numbers = np.unique(np.linspace(0, self.plan.n_fetches - 1, SAMPLED).astype(int)).tolist()
-        of_each = [self.store.reads(self.chunks(number), into_mirror=False) for number in numbers]
+        of_each = [self.store.reads(self.store.chunks(self.plan.fetch(number).rows)) for number in numbers]
         gets, n_bytes = np.mean(of_each, axis=0).round().astype(int).tolist()
         return gets, n_bytes
 
@@ -205,7 +232,7 @@ class Machine:
     free: bool = True
 
     def __post_init__(self) -> None:
-        self.held = np.zeros(self.store.planner.layout.n_chunks if self.cluster.mirror else 0, bool)
+        self.held = np.zeros(self.store.form.layout.n_chunks if self.cluster.mirror else 0, bool)
         self.begin()
 
     def begin(self) -> None:
@@ -224,19 +251,18 @@ class Machine:
     @property
     def mirror_bytes(self) -> int:
         """The size of its mirror."""
-        return int(np.count_nonzero(self.held)) * CHUNK * DECODED
+        return int(np.count_nonzero(self.held)) * self.store.form.block_rows * VALUES * DECODED
 
     def read(self, epoch: Epoch, number: int) -> tuple[int, float]:
-        """The bytes that a fetch reads from the bucket, and the share of its chunks that must be decoded."""
+        """The bytes that a fetch reads from the bucket, and the rows that it decodes for each one that it needs."""
         if not self.cluster.mirror:
             gets, n_bytes, share = *epoch.mean_reads, 1.0
             shards = epoch.shards(number)
         else:
-            chunks = align_to_runs(self.store.planner.layout, epoch.chunks(number), epoch.run)
-            missing = chunks_to_read(self.store.planner, chunks, self.held)
+            missing = blocks_to_read(epoch.filling, epoch.blocks(number).astype(np.int64), self.held)
             self.held[missing] = True
-            gets, n_bytes = self.store.mirror_reads(missing)
-            share, shards = len(missing) / len(chunks), np.unique(missing // CHUNKS_PER_SHARD)
+            gets, n_bytes, shards = self.store.mirror_reads(epoch.filling, missing)
+            share = len(missing) * self.store.form.block_rows / epoch.plan.n_positions(number)
         n_new = int(np.count_nonzero(~self.indexed[shards])) * len(STORED)
         self.indexed[shards] = True
         n_bytes += n_new * self.store.planner.layout.placement.index_bytes
@@ -277,7 +303,7 @@ class Maker:
 
     async def held(self, plan: Epoch, coming: Sequence[Remaining]) -> list[float]:
         """The share of each fetch in the machine's mirror."""
-        return [float(np.mean(self.at.held[plan.chunks(remaining.number)])) for remaining in coming]
+        return [float(np.mean(self.at.held[plan.blocks(remaining.number)])) for remaining in coming]
 
     async def ended(self) -> None:
         """Returns when the machine's failure has been noticed."""
