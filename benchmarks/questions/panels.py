@@ -1,12 +1,12 @@
-"""Epochs of all genes and of panels of highly variable ones, from decoded and from compact mirrors, in turns.
+"""Epochs of all genes and of panels of highly variable ones, from raw and from compact mirrors, in turns.
 
     python -m benchmarks.questions.panels STORE.zarr DIRECTORY [--genes 2000 8000] [--turns 5]
 
 The panels are the most variable genes (seurat_v3). For each panel, and for all genes, the first epoch fills a mirror in
 DIRECTORY (which is deleted before and afterwards), and later ones take turns: both forms of the mirror, minibatches of
 1 024 and of 64 rows, CSR and dense, blocks of 64 rows and single rows. Epochs run in one process, with the mirrors in
-the page cache. The ratios are of compact to decoded, the median of the turns; `all genes` is the ratio to whole rows
-from a decoded mirror. CPU seconds are user and system, of all threads. The last line is one JSON document.
+the page cache. The ratios are of compact to raw, the median of the turns; `all genes` is the ratio to whole rows
+from a raw mirror. CPU seconds are user and system, of all threads. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def filled(folder: Path, store: Path, genes: Any, form: str) -> tuple[zl.Dataset
     whole = zl.open_dataset(store, cache=zl.Cache(folder, form=form))
     dataset = whole if genes is None else whole[:, genes]
     _, cpu_s = epoch(dataset, *WAYS[0])
-    n_bytes = sum(path.stat().st_blocks * 512 for path in folder.rglob("X*") if path.suffix in (".flat", ".rows"))
+    n_bytes = sum(path.stat().st_blocks * 512 for path in folder.rglob("X*.rows"))
     return dataset, {"cpu_s": cpu_s, "bytes_per_row": n_bytes / whole.n_obs}
 
 
@@ -81,7 +81,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         for figure in measured(folder, options.store, genes, options.turns):
             way = figure["layout"], figure["batch_size"], figure["block"]
-            whole.setdefault(way, figure["decoded rows/s"] if genes is None else 0)
+            whole.setdefault(way, figure["raw rows/s"] if genes is None else 0)
             share = 1.0 if genes is None else float(nonzero[genes.to_numpy()].sum() / nonzero.sum())
             of_all = round(figure["compact rows/s"] / whole[way], 2) if whole[way] else ""
             lines.append({"genes": name, "values": round(share, 3), **figure, "all genes": of_all})

@@ -9,8 +9,8 @@ turns of the others. zloader keeps one loader, whose mirror was filled and verif
 is discarded.
 
 annbatch decodes its store in every epoch, so the processor is its limit; with single rows, it decodes a chunk of 64
-rows for each. zloader gathers rows from decoded, memory-mapped files: it reads 3 bytes per value and writes 8. Memory
-bandwidth is its limit, for every block size.
+rows for each. zloader gathers rows from memory-mapped files of raw rows: it reads 3 bytes per value and writes 8.
+Memory bandwidth is its limit, for every block size.
 
 - blocks: blocks of 64 rows in fetches of 16 384 (annbatch's chunk_size 64 x preload_nchunks 256), minibatches of 64.
 - large: the same with minibatches of 1 024. With 64 rows, the fixed cost per minibatch is visible.
@@ -19,7 +19,7 @@ bandwidth is its limit, for every block size.
   second fetch. zloader runs whole epochs. Its epochs with `blocks` run in the same turns, for comparison.
 - genes: dense float32 minibatches (64 rows) of 2 000 genes drawn from all genes; blocks of 64 rows. zloader only.
 - proof: the extra time that the first epoch of a process takes with a full mirror, compared with its second. In one
-  case the files were touched before, so that every chunk is compared with its checksum, as after a crash of the
+  case the files were touched before, so that every block is compared with its checksum, as after a crash of the
   machine. In the other the files are known to be intact. Each turn starts two new processes, which first run an epoch
   without a mirror, to compile and to allocate their memory.
 
@@ -149,7 +149,7 @@ def proof(bench: Bench, shape: Shape) -> dict[str, Callable[[], Figures]]:
 
     def epoch(which: str) -> Figures:
         if which not in measured:
-            for path in bench.mirror.rglob("*.flat"):
+            for path in bench.mirror.rglob("*.rows"):
                 path.touch()
             for first in (PROVING, FIRST):
                 with contextlib.ExitStack() as stack:
