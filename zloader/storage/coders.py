@@ -6,6 +6,7 @@ zarr-python encodes with numcodecs too, so its bytes can be read and repeated he
 from __future__ import annotations
 
 import bz2
+import contextlib
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +26,15 @@ INSTALL_PCODEC = 'pip install "zloader[pcodec]"'
 _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 
 
-# Compressors of the standard library, as objects that decompress a stream up to a given size.
+# Inflating bounds epochs over gzipped files. ISA-L does it two to five times as fast as zlib and releases the GIL.
+decompressobj: Any = zlib.decompressobj
+with contextlib.suppress(ImportError):  # no wheel for this machine
+    from isal.isal_zlib import decompressobj
+
+# Compressors whose objects decompress a stream up to a given size.
 _STREAMS: dict[str, Callable[[Any], Any]] = {
-    "zlib": lambda coder: zlib.decompressobj(),
-    "gzip": lambda coder: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    "zlib": lambda coder: decompressobj(),
+    "gzip": lambda coder: decompressobj(16 + zlib.MAX_WBITS),
     "bz2": lambda coder: bz2.BZ2Decompressor(),
     "lzma": lambda coder: lzma.LZMADecompressor(coder.format, filters=coder.filters),
 }

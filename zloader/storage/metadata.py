@@ -90,18 +90,16 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
 
 def _as_v3(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a Zarr v2 array, in which each chunk is an object, in the form of v3."""
-    if metadata.get("order", "C") != "C" and len(metadata["shape"]) > 1:
-        raise FormatError(f"{path} is stored column by column: run 'zloader convert' on it")
-    if str(metadata["dtype"]).startswith(">"):
-        raise FormatError(f"{path} is stored in foreign byte order: run 'zloader convert' on it")
+    by_columns = metadata.get("order", "C") != "C" and len(metadata["shape"]) > 1
+    if by_columns or str(metadata["dtype"]).startswith(">"):
+        how = "column by column" if by_columns else "in foreign byte order"
+        raise FormatError(f"{path} is stored {how}: run 'zloader convert' on it")
+    separator = metadata.get("dimension_separator", ".")
     return {
         "shape": metadata["shape"],
         "chunk_grid": {"configuration": {"chunk_shape": metadata["chunks"]}},
         "codecs": _codecs_v2(metadata),
-        "chunk_key_encoding": {
-            "name": "v2",
-            "configuration": {"separator": metadata.get("dimension_separator", ".")},
-        },
+        "chunk_key_encoding": {"name": "v2", "configuration": {"separator": separator}},
         "data_type": metadata["dtype"],
         "fill_value": metadata.get("fill_value"),
     }
@@ -150,16 +148,13 @@ def codecs_of_arrays(key: str, document: Any) -> dict[str, list[str]]:
     object describes no arrays, and an array that is stored as plain bytes has no codecs.
     """
     above, _, name = key.rpartition("/")
-    nodes = {above: document} if name in ("zarr.json", ".zarray") else {}
+    nodes = {"": document} if name in ("zarr.json", ".zarray") else {}
     if name == "zarr.json":
-        consolidated = (document.get("consolidated_metadata") or {}).get("metadata", {})
-        nodes |= {f"{above}/{path}".lstrip("/"): node for path, node in consolidated.items()}
+        nodes |= (document.get("consolidated_metadata") or {}).get("metadata", {})
     elif name == ".zmetadata":
-        consolidated = {key.rpartition("/"): node for key, node in document.get("metadata", {}).items()}
-        nodes = {
-            f"{above}/{path}".lstrip("/"): node for (path, _, leaf), node in consolidated.items() if leaf == ".zarray"
-        }
-    found = {path: list(_codec_names(node)) for path, node in nodes.items()}
+        below = {key.rpartition("/"): node for key, node in document.get("metadata", {}).items()}
+        nodes = {path: node for (path, _, leaf), node in below.items() if leaf == ".zarray"}
+    found = {f"{above}/{path}".strip("/"): list(_codec_names(node)) for path, node in nodes.items()}
     return {path: names for path, names in found.items() if names}
 
 
