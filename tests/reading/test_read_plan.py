@@ -1,6 +1,8 @@
-"""Reads are grouped into tasks that are neither too small nor too large."""
+"""Reads are grouped into tasks that are neither too small nor too large, and so are the blocks of a mirror."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
-from zloader.reading.read_plan import batches, planner_of
-from zloader.storage.layout import ArrayLayout, ChunkSpan
+from zloader.reading.read_plan import FillPlanner, batches
+from zloader.storage.layout import ArrayLayout, ChunkSpan, MatrixLayout
+from zloader.storage.row_blocks import RowForm
 
 pytestmark = pytest.mark.any_version
 
@@ -45,9 +48,46 @@ def test_a_batch_is_full_at_its_stored_or_at_its_decoded_bytes(sizes, stored_byt
     ids=["the whole array", "unknown", "half", "twelve runs", "fewer"],
 )
 def test_how_much_beside_a_block_is_read_for_a_mirror(share, run):
-    """Eight chunks are a run. In a piece of fewer than twelve runs, too many bytes are read that others need."""
-    layout = ArrayLayout.plain("a", "u1", n_elements=1024 * 1000, chunk_elements=1000, chunks_per_shard=1024)
-    options = FetchOptions(least_read_bytes=8000, gap_bytes=0)
-    planner = planner_of(layout, options, {layout.shard_key(0): 1024 * 1000}, sweeping=share)
-    wanted = planner.chunks_to_mirror(np.array([20]), first_fetch=False)
-    assert wanted.tolist() == (list(range(16, 24)) if run == 8 else [20])
+    """Eight blocks are a run. In a piece of fewer than twelve runs, too many bytes are read that others need."""
+    planner = planner_of_rows(chunk_rows=1, least_read_bytes=8000, share=share)
+    for first_fetch, n in ((False, run), (True, 1)):  # the consumer waits for the first one
+        wanted = planner.to_fill(np.array([20]), first_fetch=first_fetch)
+        assert wanted.tolist() == (list(range(16, 24)) if n == 8 else [20])
+
+
+@pytest.mark.parametrize(("share", "first_fetch", "run"), [(1.0, False, 16), (1.0, True, 4), (0.0, False, 4)])
+def test_a_chunk_of_several_blocks_is_decoded_with_all_of_them(share, first_fetch, run):
+    """Four chunks are a run, because the chunks at its ends are read with both neighbours."""
+    planner = planner_of_rows(chunk_rows=4, least_read_bytes=0, share=share)
+    wanted = planner.to_fill(np.array([18, 41]), first_fetch=first_fetch)
+    firsts = [18 // run * run, 41 // run * run]
+    assert wanted.tolist() == [block for first in firsts for block in range(first, first + run)]
+
+
+def test_blocks_between_two_that_are_needed_are_read_if_they_are_few():
+    planner = planner_of_rows(chunk_rows=1, least_read_bytes=0, share=0.0, gap_bytes=2000)
+    wanted = planner.to_fill(np.array([3, 6, 10]), first_fetch=False)
+    assert wanted.tolist() == [3, 4, 5, 6, 10]
+
+
+@given(
+    blocks=st.lists(st.integers(0, 1023), unique=True).map(sorted),
+    in_flight_bytes=st.sampled_from([1, 40_000, 1 << 30]),
+)
+def test_blocks_are_read_in_batches(blocks, in_flight_bytes):
+    planner = planner_of_rows(chunk_rows=1, least_read_bytes=0, share=1.0, in_flight_bytes=in_flight_bytes)
+    found = list(planner.batches(np.array(blocks, np.int64)))
+    assert [block for batch in found for block in batch.tolist()] == blocks
+    assert all(len(batch) * 1000 <= max(1000, in_flight_bytes // 8) for batch in found)
+
+
+def planner_of_rows(*, chunk_rows: int, least_read_bytes: int, share: float, **options: int) -> FillPlanner:
+    """The planner of 1 024 blocks of one row of 1 000 bytes, stored in chunks of some rows."""
+    values = ArrayLayout.plain(
+        "X", "u1", n_elements=1024 * 1000, chunk_elements=chunk_rows * 1000, chunks_per_shard=1024 // chunk_rows
+    )
+    matrix = MatrixLayout(path="X", n_rows=1024, n_genes=1000, values=values, genes=None)
+    form = replace(RowForm.of(matrix, None, compact=False), block_rows=1)
+    sizes = {values.shard_key(0): 1024 * 1000}
+    fetching = FetchOptions(least_read_bytes=least_read_bytes, **{"gap_bytes": 0, **options})
+    return FillPlanner.of(matrix, form, fetching, sizes, sweeping=share)
