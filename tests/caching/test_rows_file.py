@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import anndata as ad
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse
 from helpers import assert_same_minibatches, check_minibatch, counts, of_genes, write_store
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import zloader as zl
@@ -299,6 +302,18 @@ def test_a_warm_cache_needs_no_store(store, tmp_path, genes):
     loader = zl.Loader(offline, **SIZES, obs=["lane"])
     assert_same_minibatches(loader, wanted)
     assert loader.statistics().gets == 0
+
+
+def test_rows_without_values_need_no_store(tmp_path):
+    adata = counts(96, 10)
+    adata.X = scipy.sparse.vstack([scipy.sparse.csr_matrix((32, 10), dtype=np.float32), adata.X[32:]], "csr")
+    write_store(adata, tmp_path / "a.zarr", tmp_path)
+    dataset = opened(tmp_path / "a.zarr", compact(tmp_path / "cache"))
+    zl.warm(dataset)
+    dataset.store.mirror(dataset.store.matrix("X")).rows.discard(np.array([0]))
+    assert dataset.cache_statistics().chunks_held == 2
+    offline = opened(tmp_path / "a.zarr", compact(tmp_path / "cache"), offline=True)
+    np.testing.assert_array_equal(offline.take(np.arange(96)).X.toarray(), adata.X.toarray())
 
 
 @pytest.mark.parametrize("genes", [None, SOME])
@@ -653,3 +668,96 @@ def test_only_sparse_matrices_are_coded(store):
     dataset = opened(store).store
     forms = [RowForm.of(dataset.matrix(name), None, compact=True) for name in ("X", "layers/halves", "layers/dense")]
     assert [form.coded for form in forms] == [True, True, False]
+
+
+# ---- any matrix, against AnnData
+
+LONG = 70_000  # genes, and the values of the longest rows: too many to be coded
+STORED = [
+    "csr_matrix .zarr",
+    "csr_matrix .h5ad",
+    "csr_matrix converted",
+    "csc_matrix .zarr",
+    "array .zarr",
+    "array .h5ad",
+]
+
+
+@st.composite
+def matrices(draw: Any, dtype: np.dtype[Any], how: str) -> scipy.sparse.csr_matrix:
+    """A matrix. In rows of a CSR matrix that is not converted, genes may be repeated and in any order."""
+    n_genes = draw(st.sampled_from([1, 17, 300, LONG] if "csr" in how else [1, 17, 300]))
+    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 33, n_genes]), min_size=1, max_size=140 if n_genes < LONG else 5))
+    lengths = np.minimum(lengths, n_genes)
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    repeats = how in STORED[:2] and draw(st.booleans())
+    genes = [rng.integers(n_genes, size=n) if repeats else np.sort(rng.permutation(n_genes)[:n]) for n in lengths]
+    most = (
+        1 if repeats else 2**11 if dtype.kind == "f" else min(2**53, np.iinfo(dtype).max)
+    )  # their sums are exact, too
+    values = rng.integers(draw(st.sampled_from([0, 1, -most])) if dtype.kind != "u" else 0, most + 1, lengths.sum() + 1)
+    small = rng.random(len(values)) < draw(st.sampled_from([0, 0.9]))
+    values = (np.where(small, values % 8, values) / draw(st.sampled_from([1, 4]))).astype(dtype)
+    indptr = np.append(0, np.cumsum(lengths))
+    return scipy.sparse.csr_matrix((values[:-1], np.concatenate(genes), indptr), (len(lengths), n_genes))
+
+
+def written(x: scipy.sparse.csr_matrix, how: str, folder: Path) -> tuple[Path, Any]:
+    """The path of a store of a matrix, and X as AnnData reads it."""
+    layout, kind = how.split()
+    genes = pd.DataFrame(index=[f"gene {gene}" for gene in range(x.shape[1])])
+    adata = ad.AnnData({"csr_matrix": lambda: x, "csc_matrix": x.tocsc, "array": x.toarray}[layout](), var=genes)
+    path = folder / f"a{kind if kind != 'converted' else '.zarr'}"
+    if kind == "converted":
+        write_store(adata, path, folder)
+        return path, ad.read_h5ad(folder / "source.h5ad").X
+    write = adata.write_h5ad if kind == ".h5ad" else adata.write_zarr
+    with ad.settings.override(zarr_write_format=3, auto_shard_zarr_v3=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write(path)
+    return path, (ad.read_h5ad if kind == ".h5ad" else ad.read_zarr)(path).X
+
+
+def plain(x: Any) -> list[list[Any]]:
+    """The rows, genes and values of a matrix without its zeros."""
+    x = scipy.sparse.csr_matrix(x) if isinstance(x, np.ndarray) else x.tocsr(copy=True)
+    x.sum_duplicates()
+    x.eliminate_zeros()
+    return [x.indptr.tolist(), x.indices.tolist(), x.data.tolist()]
+
+
+DTYPES = ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "uint16", "float64", "int64"))]
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("how", STORED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_matrix(how, dtype, form, tmp_path_factory):
+    """In fetches of any rows: of an empty mirror, while several users fill it, of a full one, and offline."""
+
+    @settings(max_examples=2, phases=[Phase.generate])
+    @given(x=matrices(np.dtype(dtype), how), data=st.data())
+    def run(x: scipy.sparse.csr_matrix, data: st.DataObject) -> None:
+        folder = tmp_path_factory.mktemp("any")
+        path, wanted = written(x, how, folder)
+        some_rows = st.lists(st.integers(0, x.shape[0] - 1), min_size=1, max_size=40).map(np.array)
+        some_genes = st.none() | st.lists(st.integers(0, x.shape[1] - 1), min_size=1, max_size=20, unique=True)
+
+        def check(dataset: zl.Dataset, rows: NDArray[Any], genes: list[int] | None) -> None:
+            x = of_genes(dataset, genes).read_rows(rows)
+            if not isinstance(x, np.ndarray):
+                x = scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), (len(rows), x.n_genes))
+            assert plain(x) == plain(wanted[rows] if genes is None else wanted[rows][:, genes])
+
+        for phase in ("cold", "filling", "warm", "offline"):
+            fetches = data.draw(st.lists(st.tuples(some_rows, some_genes), min_size=1, max_size=3))
+            users = [opened(path, compact(folder / "cache"), offline=phase == "offline") for _ in fetches]
+            with ThreadPoolExecutor(3) as threads:
+                for done in [threads.submit(check, user, *each) for user, each in zip(users, fetches, strict=True)]:
+                    done.result()
+            if phase == "filling":
+                zl.warm(users[0])
+        for mirror in mirrors(folder / "cache"):
+            assert verify(mirror.directory) == []
+
+    run()

@@ -100,6 +100,8 @@ class Resources:
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """Reads spans from the source, and counts GETs, bytes and retries."""
+        if not spans:  # of rows without values, which need no store
+            return []
         with self._counted(spans):
             return await self.source.read(spans)
 

@@ -8,6 +8,7 @@ coded_rows.py describes the others. A block of dense rows is their values alone.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,11 +118,12 @@ class RowForm:
 
 
 def _dense_rows(chunk_rows: int, row_bytes: int) -> int:
-    """Rows of a block of dense rows: a whole number of chunks, or a divisor of the rows of a large one."""
+    """Rows of a block of dense rows: a whole number of chunks, or the divisor of a large one's rows that fits best."""
     few = max(1, _DENSE_BYTES // row_bytes)
     if few >= chunk_rows:
         return chunk_rows * (few // chunk_rows)
-    return next(chunk_rows // n for n in range(chunk_rows // few, chunk_rows + 1) if chunk_rows % n == 0)
+    divisors = [n for n in range(1, math.isqrt(chunk_rows) + 1) if chunk_rows % n == 0]
+    return min((*divisors, *(chunk_rows // n for n in divisors)), key=lambda rows: max(rows / few, few / rows))
 
 
 @dataclass(frozen=True, kw_only=True)
