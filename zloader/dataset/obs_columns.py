@@ -153,7 +153,13 @@ class StoreColumns:
         node = self.store.node(path)
         with self.store.reading(path, node):
             dtype = node.dtype.newbyteorder("=")
-        return self.store.kept_array(path, list(_windows_of(node)), shape=node.shape, dtype=dtype)
+        read = (self.store.window(path, first, stop) for first, stop in _windows_of(node))
+        whole = self.store.kept(path, read, shape=node.shape, dtype=dtype)
+        if whole is None:
+            whole = np.empty(node.shape, dtype)
+            for first, stop in _windows_of(node):
+                whole[first:stop] = self.store.window(path, first, stop)
+        return whole
 
     def _plain(self, name: str) -> NDArray[Any] | None:
         """A column that is stored as an array of numbers or dates; None for any other."""

@@ -7,7 +7,7 @@ zarr and anndata. TensorStore is not used here: only reading rows of a matrix op
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -204,7 +204,7 @@ class OpenedStore(StoredElements):
             if n_entries != matrix.n_rows + 1:
                 raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
             paged = PagedOffsets(n_entries, page_of(chunk), read, n_values=n_values, where=where)
-            found = self._kept(path, paged.windows(), shape=(n_entries,), dtype=np.dtype(np.int64))
+            found = self.kept(path, paged.windows(), shape=(n_entries,), dtype=np.dtype(np.int64))
             if found is None and (n_entries <= _MOST_WHOLE or not self._has_every_object(path)):
                 found = np.concatenate(list(paged.windows()))
             self._offsets[path] = paged if found is None else found
@@ -219,19 +219,7 @@ class OpenedStore(StoredElements):
         with self.reading(path, node):
             return not (node.shards and node.fill_value) and all(key in self._sizes for key in stored_keys(node))
 
-    def kept_array(
-        self, path: str, windows: Sequence[tuple[int, int]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> NDArray[Any]:
-        """An array of the store, read in windows of rows and kept in the mirror; memory-mapped if it is there."""
-        read = (self.window(path, first, stop) for first, stop in windows)
-        found = self._kept(path, read, shape=shape, dtype=dtype)
-        if found is None:
-            found = np.empty(shape, dtype)
-            for first, stop in windows:
-                found[first:stop] = self.window(path, first, stop)
-        return found
-
-    def _kept(
+    def kept(
         self, path: str, windows: Iterable[NDArray[Any]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> NDArray[Any] | None:
         """An array in the mirror, memory-mapped. It is read from `windows` if it is not there. None without a mirror,

@@ -25,7 +25,7 @@ _OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySummary:
-    """One array of a matrix. `stored_bytes` is the size of its objects, `decoded_bytes` the size of its mirror.
+    """One array of a matrix. `stored_bytes` is the size of its objects, `decoded_bytes` that of its elements.
 
     With several stores, sizes are summed, all dtypes and codecs are listed, and chunks and shards are the largest.
     """
@@ -193,7 +193,7 @@ def _compact(matrix: MatrixLayout) -> tuple[int, bool]:
     """The bytes of a compact mirror, about, and whether they may be much fewer."""
     form = RowForm.of(matrix, None, compact=True)
     if not form.coded:
-        return sum(array.n_elements * array.dtype.itemsize for array in matrix.arrays), False
+        return form.decoded_bytes, False
     return likely_bytes(matrix.n_rows, matrix.values.n_elements, matrix.n_genes, (matrix.arrays[0].dtype, form.values))
 
 
