@@ -31,7 +31,7 @@ from zloader.caching.kept import load_array as load_checked
 from zloader.caching.kept import load_object, save_object
 from zloader.caching.kept import save_array as save_windows
 from zloader.caching.mirror import open_rows
-from zloader.caching.rows_file import BlockSet, RowsFile
+from zloader.caching.rows_file import RowsFile
 from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.storage.layout import ArrayLayout, MatrixLayout
@@ -859,26 +859,7 @@ def test_only_blocks_that_have_disk_space_are_written(tmp_path):
     assert file.missing(np.arange(64)).tolist() == list(range(file.n_present, 64))
 
 
-# ------------------------------------------------------------------------------------------------ many chunks
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, 99)), max_size=60))
-def test_a_set_of_chunks_knows_its_chunks(changes):
-    chunks, wanted = BlockSet(100), np.zeros(100, bool)
-    for change, chunk in changes:
-        if change == "add":
-            chunks.add(np.array([chunk]))
-        else:
-            chunks.remove(np.array([chunk]))
-        wanted[chunk] = change == "add"
-    np.testing.assert_array_equal(chunks.contains(np.arange(100)), wanted)
-    for first, stop in ((0, 100), (8, 24), (96, 100)):
-        assert chunks.covers(first, wanted[first:stop])
-        assert chunks.covers(first, np.ones(stop - first, bool)) == wanted[first:stop].all()
-    copied = BlockSet(100)
-    for first in range(0, 100, 16):
-        copied.assign(first, wanted[first : first + 16])
-    np.testing.assert_array_equal(copied.contains(np.arange(100)), wanted)
+# ------------------------------------------------------------------------------------------------ many blocks
 
 
 def test_words_are_looked_at_in_windows(tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ import pytest
 from helpers import PATIENCE_S
 
 import zloader
-from zloader.caching.rows_file import BlockSet
 from zloader.common.compiled import compiled, load_compiler
 from zloader.common.locks import cached_property, forkable_lock
 
@@ -115,9 +114,9 @@ def test_a_forked_process_compiles_although_a_thread_of_its_parent_did() -> None
 def test_locks_are_forgotten_with_their_owners() -> None:
     from zloader.common import locks
 
-    blocks = BlockSet(9)
+    lock = forkable_lock()
     before = len(locks._locks)
-    del blocks
+    del lock
     assert len(locks._locks) == before - 1
 
 

@@ -72,10 +72,10 @@ class RowsFile:
         self._lock = forkable_lock()  # threads that wait for the file system would do so busily
         verified = directory.verified.contains(self._path, self._index_path)
         # Blocks that this process has verified or written, or that were recorded as verified.
-        self._verified = BlockSet(self.layout.n_chunks)
+        self._verified = np.zeros(self.layout.n_chunks, bool)  # takes no memory until it is written to
         if verified:
             for first, present in self._present_windows():
-                self._verified.assign(first, present)
+                self._verified[first : first + len(present)] = present
         self._unrecorded = not verified
         self.writable = self._words.flags.writeable
 
@@ -102,24 +102,20 @@ class RowsFile:
     def contains(self, blocks: Rows) -> bool:
         """Whether all blocks are present and verified already. Does not read their bytes."""
         # Another process may have discarded a block.
-        return bool((self._verified.contains(blocks) & self._present(blocks)).all())
+        return bool((self._verified[blocks] & self._present(blocks)).all())
 
     def absent(self, blocks: Rows) -> Rows:
         """The blocks that are absent. Verifies nothing."""
         return np.asarray(blocks[~self._present(blocks)])
 
-    def n_held(self, blocks: Rows) -> int:
-        """How many of some blocks are present. Verifies nothing."""
-        return int(np.count_nonzero(self._present(blocks)))
-
     def has_unverified(self, blocks: Rows) -> bool:
         """Whether any block is present but not verified yet, so that `missing` would read its bytes."""
-        return bool((self._present(blocks) & ~self._verified.contains(blocks)).any())
+        return bool((self._present(blocks) & ~self._verified[blocks]).any())
 
     def missing(self, blocks: Rows) -> Rows:
         """The blocks that are absent or damaged, in the order given; verifies checksums on first use."""
         missing = ~self._present(blocks)
-        unverified = np.flatnonzero(~missing & ~self._verified.contains(blocks))
+        unverified = np.flatnonzero(~missing & ~self._verified[blocks])
         if len(unverified):
             words = self._words[blocks[unverified]]
             starts, stops = self._bounds(blocks[unverified])
@@ -127,29 +123,21 @@ class RowsFile:
             checked = zip(unverified.tolist(), words.tolist(), starts.tolist(), stops.tolist(), strict=True)
             for position, word, start, stop in checked:
                 block = int(blocks[position])
-                if word == word_of(content[start:stop]):
-                    self._verified.add(blocks[position : position + 1])
-                elif self._words[block] == word:  # no other process has replaced it meanwhile
+                missing[position] = word != word_of(content[start:stop])
+                self._verified[block] = not missing[position]
+                if missing[position] and self._words[block] == word:  # no other process has replaced it meanwhile
                     log.warning("a block in %s differs from its checksum; reading it from the store", self._path)
-                    missing[position] = True
-                    self.discard(blocks[position : position + 1])
-                else:
-                    missing[position] = True
+                    if self.writable:
+                        self._words[block] = 0
         if self.layout.n_chunks > _MANY_BLOCKS:  # a fetch uses words all over the file
             page_cache.release(self._words)
         return np.asarray(blocks[missing])
-
-    def discard(self, blocks: Rows) -> None:
-        """Marks blocks as absent, for every process."""
-        self._verified.remove(blocks)
-        if self.writable:
-            self._words[blocks] = 0
 
     def record_verified(self) -> None:
         """Records the files as verified, if this process has verified or written every present block."""
         if not self._unrecorded or not os.fstat(self._file).st_nlink:  # deleted: others may be at its path
             return
-        if all(self._verified.covers(*window) for window in self._present_windows()):
+        if all(self._verified[first : first + len(held)][held].all() for first, held in self._present_windows()):
             self._directory.verified.record([self._path, self._index_path])
             self._unrecorded = False
 
@@ -259,7 +247,7 @@ class RowsFile:
         words = np.array([word_of(content[start:end]) for start, end in pieces], np.uint64)
         self._offsets[blocks[:n]] = (offset + starts[:n]).astype(np.uint64)
         self._words[blocks[:n]] = words
-        self._verified.add(blocks[:n])
+        self._verified[blocks[:n]] = True
 
     def _reserve(self, sizes: Rows) -> tuple[int, int]:
         """Appends room for blocks to the file, and for no other process: how many of them fit, and where it begins."""
@@ -303,39 +291,6 @@ class RowsFile:
         if self.writable:
             self.writable = False
             log.warning("cannot write the mirror %s (%s); reading continues without filling it", self._path, error)
-
-
-class BlockSet:
-    """Some of a file's blocks, at one bit per block. Thread-safe."""
-
-    def __init__(self, n_blocks: int) -> None:
-        self._bits = np.zeros(-(-n_blocks // 8), np.uint8)  # takes no memory until a block is added
-        self._lock = forkable_lock()  # threads may change bits of the same byte
-
-    def contains(self, blocks: Rows) -> NDArray[np.bool_]:
-        """Whether each of some blocks is in the set."""
-        return np.asarray((self._bits[blocks >> 3] >> (blocks & 7).astype(np.uint8)) & 1, bool)
-
-    def add(self, blocks: Rows) -> None:
-        """Adds some blocks."""
-        with self._lock:
-            np.bitwise_or.at(self._bits, blocks >> 3, (1 << (blocks & 7)).astype(np.uint8))
-
-    def remove(self, blocks: Rows) -> None:
-        """Removes some blocks."""
-        with self._lock:
-            np.bitwise_and.at(self._bits, blocks >> 3, ~(1 << (blocks & 7)).astype(np.uint8))
-
-    def assign(self, first: int, chosen: NDArray[np.bool_]) -> None:
-        """Sets which blocks from `first`, a multiple of 8, are in the set."""
-        bits = np.packbits(chosen, bitorder="little")
-        with self._lock:
-            self._bits[first // 8 : first // 8 + len(bits)] = bits
-
-    def covers(self, first: int, chosen: NDArray[np.bool_]) -> bool:
-        """Whether all chosen blocks from `first`, a multiple of 8, are in the set."""
-        bits = np.packbits(chosen, bitorder="little")
-        return not (bits & ~self._bits[first // 8 : first // 8 + len(bits)]).any()
 
 
 # ---- words
@@ -430,52 +385,37 @@ class RowsIndex:
             os.pwrite(self.file, bytes(8), at)
 
 
-def _open(
-    directory: MirrorDirectory, path: Path, index_path: Path, form: RowForm
-) -> tuple[int, NDArray[np.uint64], RowForm]:
-    """Opens the rows, and maps the words of all blocks into memory shared with every process. And the rows' form.
+_Opened = tuple[int, NDArray[np.uint64], RowForm]  # a file of rows, the words of all blocks, and the form of the rows
+
+
+def _open(directory: MirrorDirectory, path: Path, index_path: Path, form: RowForm) -> _Opened:
+    """Opens the rows, and maps the words of all blocks into memory shared with every process.
 
     An index that is damaged, of other rows, or without rows is replaced, together with the rows. Processes that have
     both open go on with them. So that none has an old index with new rows, these are created last.
     """
     size = 8 * (_HEADER + 2 * -(-form.n_rows // form.block_rows))
-    while True:
-        if _form_in(path, index_path, size, form) is None:
-            with _locked(directory.path):
-                if _form_in(path, index_path, size, form) is None:  # no other process has written it meanwhile
-                    _write_index(directory, index_path, path, _header(index_path, form), size)
-        file = -1
-        with contextlib.suppress(FileNotFoundError):  # they are being replaced
-            file = open_file(path)
-            words = _map_index(index_path)
-            found = _form_of(words[:_HEADER].tobytes(), index_path, form)
-            if found is not None and words.nbytes == size and os.fstat(file).st_nlink:
-                return file, words[_HEADER:], found
-        if file >= 0:
-            os.close(file)
+    while (found := _opened(path, index_path, size, form)) is None:
+        with _locked(directory.path):
+            if (found := _opened(path, index_path, size, form)) is not None:  # written by another process meanwhile
+                break
+            _write_index(directory, index_path, path, _header(index_path, form), size)
+    return found
 
 
-def _map_index(path: Path) -> NDArray[np.uint64]:
-    file = open_file(path)
-    try:
-        access = mmap.ACCESS_WRITE if os.access(path, os.W_OK) else mmap.ACCESS_READ
-        return np.frombuffer(map_file(file, os.fstat(file).st_size, access), "<u8")
-    finally:
-        os.close(file)
-
-
-def _form_in(path: Path, index_path: Path, size: int, form: RowForm) -> RowForm | None:
-    """The form of rows, raw or coded. None if they or their index are missing, or if it is not one of such rows."""
-    try:
-        with index_path.open("rb") as file:
-            content = file.read(8 * _HEADER) if os.fstat(file.fileno()).st_size == size and path.exists() else b""
-    except FileNotFoundError:
-        return None
-    return _form_of(content, index_path, form)
-
-
-def _form_of(header: bytes, path: Path, form: RowForm) -> RowForm | None:
-    return next((each for each in form.raw_and_coded if _header(path, each).tobytes() == header), None)
+def _opened(path: Path, index_path: Path, size: int, form: RowForm) -> _Opened | None:
+    """Opens rows, raw or coded. None if they or their index are missing, or if it is not one of such rows."""
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+        file = open_file(path)
+        stack.callback(os.close, file)
+        index = open_file(index_path)
+        stack.callback(os.close, index)
+        header = os.pread(index, 8 * _HEADER, 0)
+        found = next((each for each in form.raw_and_coded if _header(index_path, each).tobytes() == header), None)
+        if found is not None and os.fstat(index).st_size == size and os.fstat(file).st_nlink:
+            access = mmap.ACCESS_WRITE if os.access(index_path, os.W_OK) else mmap.ACCESS_READ
+            return os.dup(file), np.frombuffer(map_file(index, size, access), "<u8")[_HEADER:], found
+    return None
 
 
 @contextlib.contextmanager

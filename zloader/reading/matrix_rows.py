@@ -302,7 +302,7 @@ def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows)
             of_part, _ = part.held(rows[at] - (ends[number] - part.n_rows), at)
             if part.mirror is not None:
                 blocks = part.mirror.rows.blocks(of_part)
-                needed, held = needed + len(blocks), held + part.mirror.rows.n_held(blocks)
+                needed, held = needed + len(blocks), held + len(blocks) - len(part.mirror.rows.absent(blocks))
                 continue
             starts, stops = part.matrix.elements_of(of_part, part.indptr)
             needed += sum(len(chunks_of(starts, stops, array)) for array in part.matrix.arrays)
