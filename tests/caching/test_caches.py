@@ -107,6 +107,14 @@ def test_only_leases_of_live_owners_are_alive(tmp_path):
     one.close()
 
 
+def test_without_a_file_of_locks_no_lease_is_alive(tmp_path):
+    """As in a mirror on a read-only disk, which a killed process was filling before."""
+    other, without = Leases(_directory(tmp_path).path), Leases(tmp_path / "missing")
+    assert without.alive(np.array([other.word, 0], np.uint64)).tolist() == [False, False]
+    with without.exclusive():
+        without.close()
+
+
 def test_leased_chunks_are_not_leased_twice(tmp_path):
     mirrors = [RowsFile(_directory(tmp_path), KEPT) for _ in range(2)]
     first, second = (Leases(_directory(tmp_path).path) for _ in range(2))
