@@ -148,8 +148,8 @@ def test_credentials_go_through_a_private_temporary_file(credentials, tmp_path):
 
 
 def test_names_that_differ_in_case_have_files_that_differ_in_more(tmp_path):
-    """Many disks of macOS and Windows take x.flat and X.flat for the same file."""
+    """Many disks of macOS and Windows take x.array and X.array for the same file."""
     names = ["layers/a/data", "layers/A/data", "obs/ä", "obs/Ä", "obs/é", "obs/É", "obs/%41", "obs/A", "obs/a%2Fb"]
-    files = [cached_path(tmp_path, name, "flat").name for name in names]
+    files = [cached_path(tmp_path, name, "array").name for name in names]
     assert len({file.lower() for file in files}) == len(names)
-    assert cached_path(tmp_path, "X/data", "flat").name == "X%2Fdata.flat"
+    assert cached_path(tmp_path, "X/indptr", "array").name == "X%2Findptr.array"
