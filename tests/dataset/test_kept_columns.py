@@ -99,11 +99,7 @@ def check(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:
     return rows
 
 
-def check_epoch(loader: zl.Loader, adata: ad.AnnData) -> None:
-    check_rows(loader, adata)
-
-
-def check_rows(minibatches: Iterable[zl.Minibatch], adata: ad.AnnData) -> None:
+def check_epoch(minibatches: Iterable[zl.Minibatch], adata: ad.AnnData) -> None:
     seen = [check(minibatch, adata) for minibatch in minibatches]
     assert sorted(np.concatenate(seen)) == list(range(adata.n_obs))
 
@@ -137,7 +133,7 @@ def test_epochs_read_columns_once_and_then_from_the_mirror(tmp_path, store, form
         assert {name: values.dtype for name, values in minibatches[0].obs.items()} == {
             name: values.dtype for name, values in whole.obs.items()
         }
-        check_rows(minibatches, ADATA)
+        check_epoch(minibatches, ADATA)
         assert paged_of(dataset) == sorted(OBSM)
         assert [files_of(tmp_path / "cache", name) for name in KEPT] == [[".array"]] * len(KEPT)
         assert [files_of(tmp_path / "cache", name) for name in PAGED] == [[".index", ".rows"]] * len(PAGED)
