@@ -151,14 +151,14 @@ class StoreColumns:
     def whole(self, path: str) -> NDArray[Any]:
         """A whole array of numbers or dates in the stored dtype; memory-mapped if there is a mirror."""
         node = self.store.node(path)
-        with self.store.reading(path, node):
-            dtype = node.dtype.newbyteorder("=")
         read = (self.store.window(path, first, stop) for first, stop in _windows_of(node))
-        whole = self.store.kept(path, read, shape=node.shape, dtype=dtype)
-        if whole is None:
-            whole = np.empty(node.shape, dtype)
-            for first, stop in _windows_of(node):
-                whole[first:stop] = self.store.window(path, first, stop)
+        with self.store.reading(path, node):  # the shape may make no sense
+            dtype = node.dtype.newbyteorder("=")
+            whole = self.store.kept(path, read, shape=node.shape, dtype=dtype)
+            if whole is None:
+                whole = np.empty(node.shape, dtype)
+                for first, stop in _windows_of(node):
+                    whole[first:stop] = self.store.window(path, first, stop)
         return whole
 
     def _plain(self, name: str) -> NDArray[Any] | None:
