@@ -344,6 +344,14 @@ def two_stores(folder: Path) -> list[Path]:
     return [by_anndata(table(150, seed=seed), folder / f"{seed}.zarr", "v3") for seed in (1, 2)]
 
 
+def test_arrays_of_many_stores_are_read_whole_if_each_is_small(tmp_path, monkeypatch):
+    urls, n_bytes = two_stores(tmp_path), 150 * 5 * 4  # of pca in one store; cube is smaller
+    monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", n_bytes)
+    assert paged_of(zl.open_dataset(urls, cache=tmp_path / "cache")) == ["cube", "pca"]
+    monkeypatch.setattr(obsm_arrays, "_STORES", 1)
+    assert paged_of(zl.open_dataset(urls, cache=tmp_path / "cache")) == []
+
+
 @pytest.mark.slow
 def test_warming_several_stores_fills_their_columns_for_reading_offline(tmp_path):
     urls = two_stores(tmp_path)
