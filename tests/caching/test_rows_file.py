@@ -304,6 +304,19 @@ def test_a_warm_cache_needs_no_store(store, tmp_path, genes):
     assert loader.statistics().gets == 0
 
 
+@pytest.mark.parametrize("room", [0, 4_000, 30_000])
+def test_whole_rows_serve_a_panel_for_which_a_cache_has_no_room(store, tmp_path, room):
+    zl.warm(opened(store, compact(tmp_path)))
+    full = compact(tmp_path, max_bytes=cache_bytes(tmp_path) + 262_144 + room)
+    for options in ({}, NORMALIZED):
+        wanted = loader_of(opened(store), genes=REVERSED, **options)
+        for offline in (False, True):
+            loader = loader_of(opened(store, full, offline=offline), genes=REVERSED, **options)
+            assert_same_minibatches(loader, wanted)
+            assert loader.statistics().gets == 0
+            wanted = loader_of(opened(store), genes=REVERSED, **options)
+
+
 def test_rows_without_values_need_no_store(tmp_path):
     adata = counts(96, 10)
     adata.X = scipy.sparse.vstack([scipy.sparse.csr_matrix((32, 10), dtype=np.float32), adata.X[32:]], "csr")

@@ -64,7 +64,15 @@ def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, panel: NDArray[A
         has_whole = whole.name != form.name and has_rows(directory, whole)
         panels = directory.path.glob(f"{cached_path(directory.path, f'{matrix.path}{PANEL}', 'rows').stem}*.rows")
         is_another = not has_whole and not has_rows(directory, form) and any(panels)
-        rows = RowsFile(directory, form)
+        of_whole = RowsFile(directory, whole) if has_whole else None
+        if of_whole is not None:
+            of_whole.writable = False
+        try:
+            rows = RowsFile(directory, form)
+        except OSError:  # the cache is full or read-only
+            if of_whole is None:
+                raise
+            return Mirror(directory, of_whole, None)
         if is_another:
             log.warning(
                 "%s has %s with other genes, and not with these: the store is read again. A mirror of all genes, as "
@@ -72,10 +80,7 @@ def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, panel: NDArray[A
                 directory.path,
                 matrix.path,
             )
-        mirror = Mirror(directory, rows, RowsFile(directory, whole) if has_whole else None)
-        if mirror.whole is not None:
-            mirror.whole.writable = False
-        return mirror
+        return Mirror(directory, rows, of_whole)
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
         return None

@@ -105,5 +105,7 @@ def opened_readers(
                 leases = stack.enter_context(contextlib.closing(part.mirror.leases()))
             mirror = part.mirror
             rows, whole = (None, None) if mirror is None else (mirror.rows, mirror.whole)
+            if rows is not None and rows.form.is_whole and part.genes is not None and part.matrix.genes is not None:
+                rows, whole = None, rows  # there is no room for the genes
             readers.append(MatrixReader(part.matrix, part.indptr, rows, whole, part.genes, leases, resources))
         yield readers

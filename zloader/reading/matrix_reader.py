@@ -126,26 +126,45 @@ class MatrixReader:
         return np.isin(rows // mirror.form.block_rows, missing)
 
     async def load(self, needed: NeededRows, buffer: NDArray[np.uint8], *, turn: int) -> Sequence[SourceRows]:
-        """The needed rows, from one or two sources. Reads with a smaller `turn` go first."""
-        mirror, rows = self.mirror, needed.rows
-        if mirror is None:
+        """The needed rows, from one to three sources. Reads with a smaller `turn` go first."""
+        mirror, whole, rows, sources = self.mirror, self._whole, needed.rows, []
+        if mirror is None and whole is None:
             return [await self._read_through(needed, slice(None), needed.through, buffer, turn)]
-        blocks = mirror.blocks(rows)
-        filled = await self.fill_mirror(blocks, turn) if mirror.writable else blocks[:0]
-        missing = await self._missing(mirror, blocks)
-        kept = blocks[~np.isin(blocks, np.concatenate([filled, missing]))]
-        self._resources.counters.chunks_from_mirror += len(kept)
-        self._resources.counters.bytes_from_mirror += mirror.bytes_of(kept)
-        absent = self._absent(mirror, rows, missing)
-        sources = []
-        if not absent.all() or not len(rows):
-            found, _ = await self._resources.run(mirror.rows, rows[~absent])
-            at = _some(needed.at, ~absent) if absent.any() else needed.at
-            sources.append(self._of_kept(found, at))
-        if absent.any():
+        absent = np.ones(len(rows), bool)
+        if mirror is not None:
+            blocks = mirror.blocks(rows)
+            filled = await self.fill_mirror(blocks, turn) if mirror.writable else blocks[:0]
+            missing = await self._missing(mirror, blocks)
+            self._count_kept(mirror, blocks[~np.isin(blocks, np.concatenate([filled, missing]))])
+            absent = self._absent(mirror, rows, missing)
+            if not absent.all() or not len(rows):
+                found, _ = await self._resources.run(mirror.rows, rows[~absent])
+                at = _some(needed.at, ~absent) if absent.any() else needed.at
+                sources.append(self._of_kept(found, at))
+        if whole is not None and absent.any():  # and a full or read-only cache, which has no room for the genes
+            blocks = whole.blocks(rows[absent])
+            missing = await self._missing(whole, blocks)
+            self._count_kept(whole, blocks[~np.isin(blocks, missing)])
+            of_whole = absent & ~self._absent(whole, rows, missing)
+            if of_whole.any():
+                found, _ = await self._resources.run(self._chosen_of, whole, rows[of_whole])
+                sources.append(replace(found, at=_some(needed.at, of_whole)))
+            absent &= ~of_whole
+        if absent.any() or not sources:
             through = self._through(needed.starts[absent], needed.stops[absent])
             sources.append(await self._read_through(needed, absent, through, buffer, turn))
         return sources
+
+    def _count_kept(self, mirror: RowsFile, blocks: Rows) -> None:
+        self._resources.counters.chunks_from_mirror += len(blocks)
+        self._resources.counters.bytes_from_mirror += mirror.bytes_of(blocks)
+
+    def _chosen_of(self, whole: RowsFile, rows: Rows) -> SourceRows:
+        """The chosen genes of some rows with all genes, as a mirror of a panel has them."""
+        assert self._chosen is not None
+        found = self._of_kept(whole.rows(rows), slice(None)).decoded(self._matrix.n_genes)
+        totals = totals_of(found.values, found.starts[1], found.lengths)
+        return replace(found.with_genes(self._chosen, None), totals=totals)
 
     def _of_kept(self, kept: KeptRows, at: Rows | slice) -> SourceRows:
         form = kept.form
@@ -180,7 +199,7 @@ class MatrixReader:
                 loads.append(group.create_task(array.load(of_array, slot, turn=turn)))
         *genes, values = (load.result() for load in loads)
         lengths, totals = (needed.stops - needed.starts)[which], None
-        if self.mirror is not None and self._keeps_chosen:  # as of rows that are in the mirror
+        if (self.mirror or self._whole) is not None and self._keeps_chosen:  # as of rows that are in the mirror
             totals, _ = await self._resources.run(totals_of, values.source, values.starts, lengths)
         at = needed.at if isinstance(which, slice) else _some(needed.at, which)
         return SourceRows(

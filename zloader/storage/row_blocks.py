@@ -75,6 +75,11 @@ class RowForm:
         return self.genes, self.values
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the rows have all genes."""
+        return PANEL not in self.name
+
+    @property
     def layout(self) -> ArrayLayout:
         """The rows as elements, and the blocks as chunks."""
         return ArrayLayout.plain(
