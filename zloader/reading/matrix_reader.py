@@ -147,8 +147,8 @@ class MatrixReader:
             self._count_kept(whole, blocks[~np.isin(blocks, missing)])
             of_whole = absent & ~self._absent(whole, rows, missing)
             if of_whole.any():
-                found, _ = await self._resources.run(self._chosen_of, whole, rows[of_whole])
-                sources.append(replace(found, at=_some(needed.at, of_whole)))
+                chosen, _ = await self._resources.run(self._chosen_of, whole, rows[of_whole])
+                sources.append(replace(chosen, at=_some(needed.at, of_whole)))
             absent &= ~of_whole
         if absent.any() or not sources:
             through = self._through(needed.starts[absent], needed.stops[absent])
