@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
 from zloader.reading.gather import SourceRows, as_bits, totals_of
 from zloader.reading.loops import copy_rows
-from zloader.reading.read_plan import Elements, FillPlanner
+from zloader.reading.read_plan import FillPlanner
 from zloader.reading.reader import ArrayReader, ChunkReads, Corrupt, Needed, Stored
 from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
@@ -312,17 +313,15 @@ class MatrixReader:
     def _keep_raw(
         self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
     ) -> Corrupt:
-        """Decodes chunks piece by piece to where the rows of blocks are packed."""
+        """Decodes rows to where they are packed."""
         form, lengths = mirror.form, stops - starts
         memory = self._resources.own_buffer("packed", form.most_bytes(len(lengths), int(lengths.sum())))
-        entries = np.zeros((len(lengths), ENTRY_BYTES // 8), np.uint64)
-        ends, places = begun_blocks(form, lengths, entries, memory)
+        ends, places = begun_blocks(form, lengths, np.zeros((len(lengths), ENTRY_BYTES // 8), np.uint64), memory)
         if form.genes is None:  # the rows of a block are one piece
             firsts = np.arange(0, len(starts), form.block_rows)
             starts, stops = starts[firsts], stops[np.minimum(firsts + form.block_rows, len(stops)) - 1]
-        wrong = []
-        for array, reads, of_reads, to in zip(self._arrays, batch.reads, batch.shared(stored), places, strict=True):
-            wrong += array.decode_rows(reads, (starts, stops, to), words_of(memory, array.layout.dtype), of_reads)
+        parts = [words_of(memory, array.layout.dtype) for array in self._arrays]
+        wrong = self._decode(batch, stored, (starts, stops), places, parts)
         if not wrong:
             mirror.put(blocks, ends, memory)
         return wrong
@@ -330,27 +329,35 @@ class MatrixReader:
     def _keep_packed(
         self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
     ) -> Corrupt:
-        """Decodes chunks, and then chooses genes and codes the rows."""
+        """Decodes rows, and then chooses their genes and codes them."""
         firsts, lasts, counts = runs_of(starts, stops)
-        through = self._through(firsts, lasts)
-        memory = self._resources.own_buffer("decoded", sum(each.n_bytes for each in through))
-        used, found, wrong = 0, [], []
-        for array, of_array, reads, of_reads in zip(
-            self._arrays, through, batch.reads, batch.shared(stored), strict=True
-        ):
-            slots = of_array.slots(memory[used : used + of_array.n_bytes])
-            used += of_array.n_bytes
-            array.fill_absent(reads, slots)
-            wrong += array.decode(reads, slots, of_reads)
-            run = slots.filled(firsts)
-            found.append(Elements(source=run.source, starts=starts + np.repeat(run.starts - firsts, counts)))
+        begins = np.cumsum(lasts - firsts) - (lasts - firsts)
+        parts = []
+        for use, array in zip(("genes", "values"), self._arrays, strict=True):
+            dtype = array.layout.dtype
+            parts.append(self._resources.own_buffer(use, int((lasts - firsts).sum()) * dtype.itemsize).view(dtype))
+        wrong = self._decode(batch, stored, (firsts, lasts), (begins, begins), parts)
         if not wrong:
-            genes, values = found
-            places = genes.starts, values.starts
+            (genes, values), places = parts, starts + np.repeat(begins - firsts, counts)
             rows = SourceRows(
-                at=slice(None), genes=genes.source, values=values.source, starts=places, lengths=stops - starts
+                at=slice(None), genes=genes, values=values, starts=(places, places), lengths=stops - starts
             )
             self._put(mirror, blocks, rows)
+        return wrong
+
+    def _decode(
+        self,
+        batch: _Batch,
+        stored: Stored,
+        rows: tuple[Rows, Rows],
+        places: Sequence[Rows],
+        parts: Sequence[NDArray[Any]],
+    ) -> Corrupt:
+        """Decodes the elements `[start, stop)` of rows to these places of `parts`, one of each array."""
+        wrong, arrays = [], zip(self._arrays, batch.reads, batch.shared(stored), places, parts, strict=True)
+        for array, reads, of_reads, to, part in arrays:
+            wrong += array.decode_rows(reads, (*rows, to), part, of_reads)
+            part.flags.writeable = False  # as of all rows, or else numba compiles more loops
         return wrong
 
     async def _fill_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:
