@@ -272,8 +272,12 @@ class MatrixReader:
         else:  # may read from the store
             starts, stops = await aside(self._matrix.elements_of, rows, self._indptr)
         chunks = [needed.chunks for needed in self._through(*runs_of(starts, stops)[:2])]
-        reads = [await array.reads(of_array, turn) for array, of_array in zip(self._arrays, chunks, strict=True)]
-        return _Batch(blocks=blocks, starts=starts, stops=stops, reads=reads)
+        async with asyncio.TaskGroup() as group:  # either may read an index first
+            reads = [
+                group.create_task(array.reads(of_array, turn))
+                for array, of_array in zip(self._arrays, chunks, strict=True)
+            ]
+        return _Batch(blocks=blocks, starts=starts, stops=stops, reads=[each.result() for each in reads])
 
     async def _fill_batch(self, mirror: RowsFile, batch: _Batch, turn: int) -> None:
         """Reads and keeps some blocks; those with a corrupt chunk are read once more."""
