@@ -365,9 +365,7 @@ class MatrixReader:
         return wrong
 
     async def _fill_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:
-        of_whole = whole.blocks(mirror.form.rows_of(blocks))
-        self._resources.counters.chunks_from_mirror += len(of_whole)
-        self._resources.counters.bytes_from_mirror += whole.bytes_of(of_whole)
+        self._count_kept(whole, whole.blocks(mirror.form.rows_of(blocks)))
         await self._resources.run(self._keep_from_whole, mirror, whole, blocks)
 
     def _keep_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:
