@@ -17,6 +17,7 @@ from sources import layers_of
 from typer.testing import CliRunner
 
 import zloader as zl
+from zloader.commands import cli
 from zloader.commands.cli import app
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.insight.cost import epoch_costs
@@ -204,6 +205,14 @@ def test_info_as_text(tmp_path):
     assert text.count(" as stored") == text.count("mirror: ") == 2
     assert any(line.split()[-3] == str(cost.gets) for line in text.splitlines() if line.startswith("without a mirror"))
     assert "…" not in text, "nothing is truncated without a terminal"
+
+
+def test_info_says_where_compact_rows_pay(tmp_path, monkeypatch):
+    write_store(counts(100, 3000, density=0.5), tmp_path / "cells.zarr", tmp_path)
+    assert "Compact rows" not in zloader("info", tmp_path / "cells.zarr").stdout
+    monkeypatch.setattr(cli, "available_bytes", lambda: 2000)
+    text = " ".join(zloader("info", tmp_path / "cells.zarr").stdout.split())
+    assert 'Raw rows are more than the 2.0 kB of memory here. Compact rows (zl.Cache(form="compact")) read less' in text
 
 
 def test_info_of_a_matrix_that_is_not_there_still_shows_the_store(tmp_path):

@@ -25,6 +25,7 @@ from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, Json, LoaderSizes, Matrices, Url, x_of
 from zloader.common.errors import FormatError, OptionError
+from zloader.common.machine import available_bytes
 from zloader.common.messages import size
 
 if TYPE_CHECKING:
@@ -193,6 +194,11 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
     stored = sum(array.stored_bytes for array in matrix.arrays)
     forms = (f"{size(matrix.decoded_bytes)} raw", f"{about} {size(matrix.compact_bytes)} compact")
     console.print(f"mirror: {', '.join(forms)}, {size(stored)} as stored")
+    if matrix.compact_bytes < matrix.decoded_bytes > available_bytes():
+        console.print(
+            f"Raw rows are more than the {size(available_bytes())} of memory here. Compact rows "
+            '(zl.Cache(form="compact")) read less from the disk in every warm epoch.'
+        )
 
 
 def _show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int], order: str) -> None:
