@@ -268,8 +268,8 @@ def _waiting(pace: Pace) -> Advice | None:
         return Advice(
             bound="waiting",
             text=f"The disk with the mirror bounds you: {waited}, and {size(pace.disk_bytes / pace.elapsed_s)}/s were "
-            "read from it. A faster disk helps, and so does memory in which the system can keep the mirror. Compact rows, "
-            'as zl.Cache(form="compact") keeps them, take 0.4 of the bytes of raw ones.',
+            "read from it. A faster disk helps, and so does memory in which the system can keep the mirror. Compact "
+            'rows, as zl.Cache(form="compact") keeps them, take 0.4 of the bytes of raw ones.',
         )
     if share is None or share > _MOST or not pace.gets or pace.from_memory > _FROM_MEMORY:
         return None
