@@ -36,11 +36,6 @@ _OWNERS = (1 << 31) - 1
 _TRIES, _PAUSE_S = 100, 0.0005  # acquiring leases takes about 0.1 ms
 
 
-def open_lock(directory: Path) -> int:
-    """Opens the file of locks of a mirror, and creates it if needed."""
-    return os.open(directory / "owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
 class Leases:
     """One owner of leases, which expire when it is closed.
 
@@ -54,7 +49,7 @@ class Leases:
         self._close: Callable[[], object] = lambda: None
         self._thread_lock = threading.Lock()  # threads of this owner share its open file, and so its locks
         try:
-            self._file = open_lock(directory)
+            self._file = os.open(directory / "owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._close = close_with(self, self._file)
             if sys.platform == "linux":  # newer macOS has F_OFD_SETLK with another struct flock
                 owner = 1 + secrets.randbelow(_OWNERS)

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.atomic_files import cached_path, draft_path, qualified_name
+from zloader.caching.atomic_files import cached_path, draft_path, opened, qualified_name
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.leases import LEASED, Leases, open_lock
+from zloader.caching.leases import LEASED, Leases
 from zloader.common import page_cache
 from zloader.common.descriptors import close_with
 from zloader.common.locks import forkable_lock
@@ -251,24 +251,20 @@ class RowsFile:
 
     def _reserve(self, sizes: Rows) -> tuple[int, int]:
         """Appends room for blocks to the file, and for no other process: how many of them fit, and where it begins."""
-        file = -1
         try:
-            file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)  # a lock of its own, even in a fork
-            fcntl.flock(file, fcntl.LOCK_EX)
-            found, mine = os.fstat(file), os.fstat(self._file)
-            if found.st_ino != mine.st_ino:
-                raise OSError("it was replaced")
-            begin = -(-found.st_size // _ALIGNED) * _ALIGNED
-            offsets = begin + np.append(0, np.cumsum(sizes))
-            done = self._directory.space.allocate(file, begin, sizes.tolist())
-            if os.fstat(file).st_size < offsets[done]:
-                os.ftruncate(file, int(offsets[done]))
+            with opened(self._path, os.O_RDWR) as file:  # a lock of its own, even in a fork
+                fcntl.flock(file, fcntl.LOCK_EX)
+                found, mine = os.fstat(file), os.fstat(self._file)
+                if found.st_ino != mine.st_ino:
+                    raise OSError("it was replaced")
+                begin = -(-found.st_size // _ALIGNED) * _ALIGNED
+                offsets = begin + np.append(0, np.cumsum(sizes))
+                done = self._directory.space.allocate(file, begin, sizes.tolist())
+                if os.fstat(file).st_size < offsets[done]:
+                    os.ftruncate(file, int(offsets[done]))
         except OSError as error:
             self._stop_writing(error)
             return 0, 0
-        finally:
-            if file >= 0:
-                os.close(file)
         if done < len(sizes):
             self.writable = False
             log.info("the mirror %s has reached the limits of its cache; the rest is read from the store", self._path)
@@ -396,7 +392,10 @@ def _open(directory: MirrorDirectory, path: Path, index_path: Path, form: RowFor
     """
     size = 8 * (_HEADER + 2 * -(-form.n_rows // form.block_rows))
     while (found := _opened(path, index_path, size, form)) is None:
-        with _locked(directory.path):
+        # So that no process maps a file that another one is about to replace.
+        with opened(directory.path / "owners", os.O_RDWR | os.O_CREAT) as lock:
+            with contextlib.suppress(OSError):  # this file system has no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if (found := _opened(path, index_path, size, form)) is not None:  # written by another process meanwhile
                 break
             _write_index(directory, index_path, path, _header(index_path, form), size)
@@ -416,18 +415,6 @@ def _opened(path: Path, index_path: Path, size: int, form: RowForm) -> _Opened |
             access = mmap.ACCESS_WRITE if os.access(index_path, os.W_OK) else mmap.ACCESS_READ
             return os.dup(file), np.frombuffer(map_file(index, size, access), "<u8")[_HEADER:], found
     return None
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Locks out other processes, so that no process maps a file that another one is about to replace."""
-    file = open_lock(directory)
-    try:
-        with contextlib.suppress(OSError):  # this file system has no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
 
 
 def _write_index(
@@ -450,4 +437,5 @@ def _write_index(
         if not rows_path.is_symlink():  # a link is left alone, and refused when it is opened
             rows_path.unlink(missing_ok=True)  # whoever has it open goes on with it
         draft.replace(path)
-    os.close(os.open(rows_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    with opened(rows_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL):
+        pass
