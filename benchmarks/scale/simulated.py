@@ -36,7 +36,7 @@ from zloader.producing.production import Production
 from zloader.producing.window import LostError, MeanBytes, Window
 from zloader.reading.read_plan import FillPlanner, ReadPlanner, planner_of
 from zloader.reading.resources import Counters
-from zloader.storage.layout import ArrayLayout, MatrixLayout, distinct, expand, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, distinct, expand, total_bytes
 from zloader.storage.placement import ObjectIndex
 from zloader.storage.row_blocks import RowForm
 
@@ -134,7 +134,7 @@ class Store:
 
     def chunks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The chunks of some rows."""
-        return self.planner.chunks(self._first_elements(rows), self._first_elements(rows + 1))
+        return chunks_of(self._first_elements(rows), self._first_elements(rows + 1), self.planner.layout)
 
     def _first_elements(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """They drift, so that blocks of rows do not begin with a chunk."""

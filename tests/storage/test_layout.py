@@ -27,7 +27,6 @@ from zloader.storage.layout import (
     distinct,
     expand,
     fill_gaps,
-    needed_bounds,
     total_bytes,
 )
 from zloader.storage.metadata import array_layout
@@ -217,18 +216,6 @@ def test_chunks_of_equals_a_loop(pairs, chunk_elements):
     starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
     naive = {element // chunk_elements for start, length in pairs for element in range(start, start + length)}
     assert chunks_of(starts, starts + lengths, _vector(chunk_elements)).tolist() == sorted(naive)
-
-
-@given(pairs=PAIRS, chunk_elements=st.integers(1, 50))
-def test_needed_of_each_chunk_equals_a_loop(pairs, chunk_elements):
-    starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
-    wanted = {element for start, length in pairs for element in range(start, start + length)}
-    layout = _vector(chunk_elements)
-    chunks = chunks_of(starts, starts + lengths, layout)
-    firsts, stops = needed_bounds(chunks, starts, starts + lengths, layout)
-    for chunk, first, stop in zip(chunks.tolist(), firsts.tolist(), stops.tolist(), strict=True):
-        here = [element % chunk_elements for element in wanted if element // chunk_elements == chunk]
-        assert (first, stop) == (min(here), max(here) + 1)
 
 
 @given(draw=st.data(), n_chunks=st.integers(1, 60), run=st.integers(1, 20))

@@ -24,12 +24,12 @@ from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
 from zloader.reading.gather import SourceRows, as_bits, totals_of
 from zloader.reading.loops import copy_rows
-from zloader.reading.read_plan import FillPlanner
-from zloader.reading.reader import ArrayReader, ChunkReads, Corrupt, Needed, Stored
+from zloader.reading.read_plan import FillPlanner, Needed, jobs_of
+from zloader.reading.reader import ArrayReader, ChunkReads, Corrupt, Stored
 from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.coded_rows import ENTRY_BYTES, code_blocks, views_of, words_of
-from zloader.storage.layout import MatrixLayout, RowOffsets, runs_of
+from zloader.storage.layout import MatrixLayout, RowOffsets, chunks_of
 from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm, begun_blocks
 
 # Decoded bytes that a thread holds on their way to the mirror. Fresh memory costs page faults, and memory that is used
@@ -120,7 +120,7 @@ class MatrixReader:
         return replace(needed, through=self._through(starts[absent], stops[absent])) if absent.any() else needed
 
     def _through(self, starts: Rows, stops: Rows) -> list[Needed]:
-        return [array.needed(starts, stops) for array in self._arrays]
+        return [Needed.of(array.layout, starts, stops) for array in self._arrays]
 
     @staticmethod
     def _absent(mirror: RowsFile, rows: Rows, missing: Rows) -> NDArray[np.bool_]:
@@ -199,15 +199,16 @@ class MatrixReader:
                 used += of_array.n_bytes
                 loads.append(group.create_task(array.load(of_array, slot, turn=turn)))
         *genes, values = (load.result() for load in loads)
+        begins = through[-1].begins
         lengths, totals = (needed.stops - needed.starts)[which], None
         if (self.mirror or self._whole) is not None and self._keeps_chosen:  # as of rows that are in the mirror
-            totals, _ = await self._resources.run(totals_of, values.source, values.starts, lengths)
+            totals, _ = await self._resources.run(totals_of, values, begins, lengths)
         at = needed.at if isinstance(which, slice) else _some(needed.at, which)
         return SourceRows(
             at=at,
-            genes=genes[0].source if genes else None,
-            values=values.source,
-            starts=(genes[0].starts if genes else values.starts, values.starts),
+            genes=genes[0] if genes else None,
+            values=values,
+            starts=(begins, begins),
             lengths=lengths,
             chosen=self._chosen,
             totals=totals,
@@ -271,7 +272,7 @@ class MatrixReader:
             starts, stops = self._matrix.elements_of(rows, self._indptr)
         else:  # may read from the store
             starts, stops = await aside(self._matrix.elements_of, rows, self._indptr)
-        chunks = [needed.chunks for needed in self._through(*runs_of(starts, stops)[:2])]
+        chunks = [chunks_of(starts, stops, array.layout) for array in self._arrays]
         async with asyncio.TaskGroup() as group:  # either may read an index first
             reads = [
                 group.create_task(array.reads(of_array, turn))
@@ -324,8 +325,11 @@ class MatrixReader:
         if form.genes is None:  # the rows of a block are one piece
             firsts = np.arange(0, len(starts), form.block_rows)
             starts, stops = starts[firsts], stops[np.minimum(firsts + form.block_rows, len(stops)) - 1]
-        parts = [words_of(memory, array.layout.dtype) for array in self._arrays]
-        wrong = self._decode(batch, stored, (starts, stops), places, parts)
+        wrong = []
+        for array, reads, of_reads, to in zip(self._arrays, batch.reads, batch.shared(stored), places, strict=True):
+            jobs, part = jobs_of(array.layout, starts, stops, to), words_of(memory, array.layout.dtype)
+            array.fill_absent(reads, *jobs, part)
+            wrong += array.decode(reads, *jobs, part, of_reads)
         if not wrong:
             mirror.put(blocks, ends, memory)
         return wrong
@@ -334,34 +338,20 @@ class MatrixReader:
         self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
     ) -> Corrupt:
         """Decodes rows, and then chooses their genes and codes them."""
-        firsts, lasts, counts = runs_of(starts, stops)
-        begins = np.cumsum(lasts - firsts) - (lasts - firsts)
-        parts = []
-        for use, array in zip(("genes", "values"), self._arrays, strict=True):
-            dtype = array.layout.dtype
-            parts.append(self._resources.own_buffer(use, int((lasts - firsts).sum()) * dtype.itemsize).view(dtype))
-        wrong = self._decode(batch, stored, (firsts, lasts), (begins, begins), parts)
+        wrong, needed = [], self._through(starts, stops)
+        parts: list[NDArray[Any]] = []
+        for array, each, reads, of_reads in zip(self._arrays, needed, batch.reads, batch.shared(stored), strict=True):
+            part = each.elements(self._resources.own_buffer(f"decoded {len(parts)}", each.n_bytes))
+            array.fill_absent(reads, each.chunks, each.jobs, part)
+            wrong += array.decode(reads, each.chunks, each.jobs, part, of_reads)
+            part.flags.writeable = False  # as of all rows, or else numba compiles more loops
+            parts.append(part)
         if not wrong:
-            (genes, values), places = parts, starts + np.repeat(begins - firsts, counts)
+            (genes, values), begins = parts, needed[0].begins
             rows = SourceRows(
-                at=slice(None), genes=genes, values=values, starts=(places, places), lengths=stops - starts
+                at=slice(None), genes=genes, values=values, starts=(begins, begins), lengths=stops - starts
             )
             self._put(mirror, blocks, rows)
-        return wrong
-
-    def _decode(
-        self,
-        batch: _Batch,
-        stored: Stored,
-        rows: tuple[Rows, Rows],
-        places: Sequence[Rows],
-        parts: Sequence[NDArray[Any]],
-    ) -> Corrupt:
-        """Decodes the elements `[start, stop)` of rows to these places of `parts`, one of each array."""
-        wrong, arrays = [], zip(self._arrays, batch.reads, batch.shared(stored), places, parts, strict=True)
-        for array, reads, of_reads, to, part in arrays:
-            wrong += array.decode_rows(reads, (*rows, to), part, of_reads)
-            part.flags.writeable = False  # as of all rows, or else numba compiles more loops
         return wrong
 
     async def _fill_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:

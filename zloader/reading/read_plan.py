@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.locks import cached_property
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.storage.decode import CHUNK
@@ -23,10 +22,10 @@ from zloader.storage.layout import (
     MatrixLayout,
     align_to_runs,
     chunk_spans,
-    chunks_of,
     distinct,
     expand,
     fill_gaps,
+    runs_of,
 )
 from zloader.storage.placement import ObjectIndex
 from zloader.storage.row_blocks import RowForm
@@ -46,10 +45,6 @@ class ReadPlanner:
     layout: ArrayLayout
     gap_bytes: int
     max_read_bytes: int
-
-    def chunks(self, starts: Rows, stops: Rows) -> Rows:
-        """The chunks that contain the elements `[start, stop)` of each row."""
-        return chunks_of(starts, stops, self.layout)
 
     def shards(self, chunks: Rows) -> list[int]:
         """The shards that contain the chunks."""
@@ -157,81 +152,59 @@ def batches(
         yield batch
 
 
-# ---- the buffer that chunks are decoded into
+# ---- where chunks are decoded to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elements:
-    """The elements of some rows: row i begins at `source[starts[i]]`."""
+class Needed:
+    """The elements that rows need from one array, one row after another: row i begins at `begins[i]` of `n_elements`.
 
-    source: NDArray[Any]
-    starts: Rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slots:
-    """The buffer of one fetch: one slot per chunk in `chunks` (ascending), laid end to end in `elements`.
-
-    The slot of a chunk holds its elements from `firsts` to `stops`, counted from its first element.
+    `jobs` (dtype CHUNK) say how the pieces of `chunks`, ascending, are decoded to there, without where they are stored.
     """
 
     layout: ArrayLayout
+    begins: Rows
+    n_elements: int
     chunks: Rows
-    elements: NDArray[Any]
-    firsts: Rows
-    stops: Rows
+    jobs: NDArray[Any]
 
-    @cached_property
-    def _begins(self) -> Rows:
-        lengths = self.stops - self.firsts
-        return np.asarray(np.cumsum(lengths) - lengths)
+    @classmethod
+    def of(cls, layout: ArrayLayout, starts: Rows, stops: Rows) -> Needed:
+        """The elements `[start, stop)` of each row. Rows that adjoin are one piece, as far as they are in one chunk."""
+        firsts, lasts, counts = runs_of(starts, stops)
+        ends = np.cumsum(lasts - firsts)
+        to = ends - (lasts - firsts)
+        chunks, jobs = jobs_of(layout, firsts, lasts, to)
+        begins = starts + np.repeat(to - firsts, counts)
+        return cls(layout=layout, begins=begins, n_elements=int(ends[-1]) if len(ends) else 0, chunks=chunks, jobs=jobs)
 
-    def locate(self, chunks: Rows) -> tuple[Rows, Rows, Rows]:
-        """For each chunk: where its slot begins, its first element in there, and one past its last."""
-        at = np.searchsorted(self.chunks, chunks)
-        return self._begins[at], self.firsts[at], self.stops[at]
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the elements, a multiple of 64."""
+        return -(-self.n_elements * self.layout.dtype.itemsize // 64) * 64
 
-    def of(self, chunks: Rows) -> list[NDArray[Any]]:
-        """The slot of each chunk."""
-        begins, firsts, stops = self.locate(chunks)
-        return [self.elements[a:b] for a, b in zip(begins.tolist(), (begins + stops - firsts).tolist(), strict=True)]
-
-    def filled(self, starts: Rows) -> Elements:
-        """The elements of rows that begin at `starts` in the array, with their positions in the buffer."""
-        self.elements.flags.writeable = False
-        # An empty row may begin in a chunk that is not in the buffer. Its position is never used.
-        shifts = np.append(self._begins - self.firsts - self.layout.chunk_bounds(self.chunks)[0], 0)
-        return Elements(
-            source=self.elements, starts=shifts[np.searchsorted(self.chunks, self.layout.chunk_of(starts))] + starts
-        )
-
-    def jobs(self, chunks: Rows) -> NDArray[Any]:
-        """How to decode chunks into their slots (dtype CHUNK), without where they are stored."""
-        jobs = _jobs(self.layout, chunks)
-        jobs["begin"], jobs["first"], jobs["stop"] = self.locate(chunks)
-        return jobs
+    def elements(self, buffer: NDArray[np.uint8]) -> NDArray[Any]:
+        """The first bytes of a buffer as the elements."""
+        return buffer[: self.n_elements * self.layout.dtype.itemsize].view(self.layout.dtype)
 
 
-def row_jobs(layout: ArrayLayout, starts: Rows, stops: Rows, begins: Rows) -> tuple[Rows, NDArray[Any]]:
-    """How to decode the elements `[start, stop)` of some rows, ascending, to `begins` in memory (dtype CHUNK).
+def jobs_of(layout: ArrayLayout, starts: Rows, stops: Rows, begins: Rows) -> tuple[Rows, NDArray[Any]]:
+    """How to decode the elements `[start, stop)` of some pieces to `begins` in memory (dtype CHUNK).
 
-    Returns the chunk of each job. Those of one chunk follow one another.
+    Returns the chunk of each job, ascending, so that those of one chunk follow one another.
     """
     some = np.flatnonzero(stops > starts)
     starts, stops, begins = starts[some], stops[some], begins[some]
     firsts = layout.chunk_of(starts)
     counts = layout.chunk_of(stops - 1) + 1 - firsts
-    row, chunks = np.repeat(np.arange(len(some)), counts), expand(firsts, counts)
+    piece, chunks = np.repeat(np.arange(len(some)), counts), expand(firsts, counts)
+    if (chunks[1:] < chunks[:-1]).any():
+        order = np.argsort(chunks, kind="stable")
+        piece, chunks = piece[order], chunks[order]
     chunk_starts, chunk_stops = layout.chunk_bounds(chunks)
-    starts_there = np.maximum(starts[row], chunk_starts)
-    jobs = _jobs(layout, chunks)
-    jobs["begin"] = begins[row] + starts_there - starts[row]
-    jobs["first"], jobs["stop"] = starts_there - chunk_starts, np.minimum(stops[row], chunk_stops) - chunk_starts
+    starts_there = np.maximum(starts[piece], chunk_starts)
+    jobs = np.empty(len(piece), CHUNK)
+    jobs["begin"] = begins[piece] + starts_there - starts[piece]
+    jobs["first"], jobs["stop"] = starts_there - chunk_starts, np.minimum(stops[piece], chunk_stops) - chunk_starts
+    jobs["elements"] = chunk_stops - chunk_starts if layout.cut else layout.chunk_elements
     return chunks, jobs
-
-
-def _jobs(layout: ArrayLayout, chunks: Rows) -> NDArray[Any]:
-    jobs = np.empty(len(chunks), CHUNK)
-    begins, ends = layout.chunk_bounds(chunks)
-    jobs["elements"] = ends - begins if layout.cut else layout.chunk_elements
-    return jobs

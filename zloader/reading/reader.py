@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, MissingObjectError
-from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
-from zloader.reading.read_plan import Elements, Slots, batches, planner_of, row_jobs
+from zloader.reading.read_plan import Needed, batches, planner_of
 from zloader.reading.resources import Resources
 from zloader.reading.shard_indexes import ShardIndexes, explained
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, ChunkSpan, needed_bounds, total_bytes
+from zloader.storage.layout import ArrayLayout, ChunkSpan, distinct, total_bytes
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
 # A task costs about 0.3 ms of interpreter time, which is then small beside decoding, and eight tasks at once keep the
@@ -31,33 +29,6 @@ _BATCH_BYTES = 8 << 20
 _BATCHES_IN_FLIGHT = 8
 
 Stored = Sequence[bytes | NDArray[np.uint8]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needed:
-    """The elements that some rows need from one array: `[start, stop)` of each row, contained in `chunks`."""
-
-    layout: ArrayLayout
-    starts: Rows
-    stops: Rows
-    chunks: Rows
-
-    @cached_property
-    def bounds(self) -> tuple[Rows, Rows]:
-        """The first needed element of each chunk and the element after its last, counted from its first element."""
-        return needed_bounds(self.chunks, self.starts, self.stops, self.layout)
-
-    @cached_property
-    def n_bytes(self) -> int:
-        """Bytes of the needed elements and of those between them in the same chunk, a multiple of 64."""
-        firsts, stops = self.bounds
-        return -(-int((stops - firsts).sum()) * self.layout.dtype.itemsize // 64) * 64
-
-    def slots(self, buffer: NDArray[np.uint8]) -> Slots:
-        """Slots for the chunks in a buffer of at least `n_bytes`."""
-        firsts, stops = self.bounds
-        elements = buffer[: int((stops - firsts).sum()) * self.layout.dtype.itemsize].view(self.layout.dtype)
-        return Slots(layout=self.layout, chunks=self.chunks, elements=elements, firsts=firsts, stops=stops)
 
 
 class ChunkReads:
@@ -76,12 +47,10 @@ class ChunkReads:
         order = np.argsort(chunks, kind="stable")
         self.table: Sequence[Rows] = [of_chunk[order] for of_chunk in (chunks, read, offsets, sizes)]
 
-    def of(self, chunks: Rows) -> slice:
-        """Where consecutive chunks are in the table, as far as they were read."""
-        if not len(chunks):
-            return slice(0)
-        first, last = np.searchsorted(self.table[0], [chunks[0], chunks[-1] + 1])
-        return slice(int(first), int(last))
+    def find(self, chunks: Rows) -> tuple[Rows, NDArray[np.bool_]]:
+        """Where chunks are in the table, and which of them are there."""
+        at = np.searchsorted(self.table[0], chunks)
+        return at, np.append(self.table[0], -1)[at] == chunks
 
 
 class ArrayReader:
@@ -97,22 +66,19 @@ class ArrayReader:
         self._indexes = ShardIndexes(layout, resources.object_sizes, resources.url, known=known, rereads=self.rereads)
         self._planner = planner_of(layout, resources.options)
 
-    def needed(self, starts: Rows, stops: Rows) -> Needed:
-        """The elements `[start, stop)` of each of some rows, to be loaded."""
-        return Needed(layout=self.layout, starts=starts, stops=stops, chunks=self._planner.chunks(starts, stops))
-
-    async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
+    async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> NDArray[Any]:
         """Loads the needed elements into a buffer. Reads with a smaller `turn` go first."""
-        slots, resources = needed.slots(buffer), self._resources
-        reads = await self.reads(needed.chunks, turn)
-        self.fill_absent(reads, slots)
+        out, resources = needed.elements(buffer), self._resources
+        reads = await self.reads(distinct(needed.chunks), turn)
+        self.fill_absent(reads, needed.chunks, needed.jobs, out)
         stored_bytes = min(_BATCH_BYTES, resources.options.in_flight_bytes // _BATCHES_IN_FLIGHT)
         chunk_bytes = self.layout.chunk_elements * self.layout.dtype.itemsize
         async with asyncio.TaskGroup() as group:
             for batch in batches(reads.pieces, chunk_bytes=chunk_bytes, stored_bytes=stored_bytes):
                 await resources.in_flight.acquire(total_bytes(batch), turn)
-                group.create_task(self._read_batch(batch, slots))
-        return slots.filled(needed.starts)
+                group.create_task(self._read_batch(batch, needed, out))
+        out.flags.writeable = False
+        return out
 
     async def reads(self, chunks: Rows, turn: int) -> ChunkReads:
         """The reads for some chunks (ascending). Raises if the store should have one that was never written."""
@@ -129,39 +95,22 @@ class ArrayReader:
             )
         return ChunkReads(spans)
 
-    async def _read_batch(self, batch: list[ChunkSpan], slots: Slots) -> None:
+    async def _read_batch(self, batch: list[ChunkSpan], needed: Needed, out: NDArray[Any]) -> None:
         """Reads some spans and decodes their chunks; a span that fails its checksum is read once more."""
         try:
-            await read_again(batch, self.rereads, self._resources, partial(self._read_once, slots))
+            await read_again(batch, self.rereads, self._resources, partial(self._read_once, needed, out))
         finally:
             self._resources.in_flight.release(total_bytes(batch))
 
-    async def _read_once(self, slots: Slots, pieces: Sequence[ChunkSpan]) -> Corrupt:
-        reads = ChunkReads(pieces)
-        return await self._resources.decode([piece.span for piece in pieces], partial(self.decode, reads, slots))
+    async def _read_once(self, needed: Needed, out: NDArray[Any], pieces: Sequence[ChunkSpan]) -> Corrupt:
+        decode = partial(self.decode, ChunkReads(pieces), needed.chunks, needed.jobs, out)
+        return await self._resources.decode([piece.span for piece in pieces], decode)
 
-    def decode(self, reads: ChunkReads, slots: Slots, stored: Stored) -> Corrupt:
-        """Decodes chunks that were read into their slots; returns the corrupt spans, each with its first error."""
-        at = reads.of(slots.chunks)
-        return self._decode(reads, at, slots.jobs(reads.table[0][at]), slots.elements, stored)
-
-    def decode_rows(
-        self, reads: ChunkReads, rows: tuple[Rows, Rows, Rows], out: NDArray[Any], stored: Stored
-    ) -> Corrupt:
-        """Decodes the elements of rows, given as starts, stops and their places in `out`, as `decode` does."""
-        chunks, jobs = row_jobs(self.layout, *rows)
-        at = np.searchsorted(reads.table[0], chunks)
-        absent = np.append(reads.table[0], -1)[at] != chunks
-        if absent.any():
-            self.layout.check_bounds(np.atleast_1d(self.layout.fill_value))
-            for begin, length in zip(jobs["begin"][absent], (jobs["stop"] - jobs["first"])[absent], strict=True):
-                out[begin : begin + length] = self.layout.fill_value
-        return self._decode(reads, at[~absent], jobs[~absent], out, stored)
-
-    def _decode(
-        self, reads: ChunkReads, at: Rows | slice, jobs: NDArray[Any], out: NDArray[Any], stored: Stored
-    ) -> Corrupt:
-        chunks, jobs["read"], jobs["offset"], jobs["size"] = (of_chunk[at] for of_chunk in reads.table)
+    def decode(self, reads: ChunkReads, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any], stored: Stored) -> Corrupt:
+        """Does the jobs whose chunks were read; returns the corrupt spans, each with its first error."""
+        at, here = reads.find(chunks)
+        chunks, jobs = chunks[here], jobs[here]
+        _, jobs["read"], jobs["offset"], jobs["size"] = (of_chunk[at[here]] for of_chunk in reads.table)
         corrupt: dict[int, tuple[ChunkSpan, CorruptChunkError]] = {}
         for job, error in self._decoder.decode_all(stored, jobs, out):
             read, start, size = (int(jobs[name][job]) for name in ("read", "offset", "size"))
@@ -169,15 +118,14 @@ class ArrayReader:
             corrupt.setdefault(read, (reads.pieces[read], explained(error, where)))
         return list(corrupt.values())
 
-    def fill_absent(self, reads: ChunkReads, slots: Slots) -> None:
-        """Fills the slots of chunks that are in no read, because they were never written."""
-        if not self.layout.absent_is_fill:
-            return
-        absent = slots.chunks[~np.isin(slots.chunks, reads.table[0])]
+    def fill_absent(self, reads: ChunkReads, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any]) -> None:
+        """Does the jobs whose chunks are in no read, because they were never written: they are the fill value."""
+        _, here = reads.find(chunks)
+        absent = jobs[~here]
         if len(absent):
             self.layout.check_bounds(np.atleast_1d(self.layout.fill_value))
-        for slot in slots.of(absent):
-            slot[:] = self.layout.fill_value
+        for begin, n in zip(absent["begin"].tolist(), (absent["stop"] - absent["first"]).tolist(), strict=True):
+            out[begin : begin + n] = self.layout.fill_value
 
     def _describe(self, span: Span, start: int, stop: int, chunk: int) -> str:
         at = f"bytes {span.start + start}-{span.start + stop - 1} of {span.key}"

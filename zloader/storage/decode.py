@@ -223,7 +223,7 @@ def decompress(
             if n < 4 or _crc32c(stored, n) != _RESIDUE:
                 continue
             n -= 4
-        direct = chunk.stop - chunk.first == chunk.elements and not (narrows or as_stored)
+        direct = last == begin + 1 and chunk.stop - chunk.first == chunk.elements and not (narrows or as_stored)
         target: Any = np.intp(out[chunk.begin :].ctypes.data) if direct else np.intp(scratch.ctypes.data)
         first = 0 if differences else first
         if compressed:

@@ -209,26 +209,6 @@ def fill_gaps(chunks: Rows, gap: int) -> Rows:
     return expand(chunks, np.where(lengths - 1 <= gap, lengths, 1))
 
 
-def needed_bounds(chunks: Rows, starts: Rows, stops: Rows, layout: ArrayLayout) -> tuple[Rows, Rows]:
-    """The first needed element of each chunk and the element after its last, counted from the start of the chunk.
-
-    Needed are the elements `[start, stop)` of all pairs. `chunks` is the result of chunks_of for these pairs.
-    """
-    begins, limits = layout.chunk_bounds(chunks)
-    firsts, ends = limits - begins, np.zeros(len(chunks), np.int64)
-    filled = stops > starts
-    starts, stops = starts[filled], stops[filled]
-    first = np.searchsorted(chunks, layout.chunk_of(starts))
-    last = np.searchsorted(chunks, layout.chunk_of(stops - 1))
-    np.minimum.at(firsts, first, starts - begins[first])
-    np.maximum.at(ends, last, stops - begins[last])
-    crossing = last > first  # rows that cross into the next chunk
-    firsts[expand(first[crossing] + 1, (last - first)[crossing])] = 0
-    through = expand(first[crossing], (last - first)[crossing])
-    ends[through] = (limits - begins)[through]
-    return firsts, ends
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChunkSpan:
     """A span and its chunks: chunk `chunks[i]` is bytes `[offsets[i], offsets[i] + sizes[i])` of the span."""
