@@ -1,7 +1,7 @@
 """Which bytes to read, and where they go: rows become chunks, runs, byte spans, and places in a buffer. Pure, no I/O.
 
 The reader reads these spans, and `zloader.insight.cost` counts them without reading. All chunk numbers are ascending,
-and all but those of jobs are distinct. Every step is a few NumPy operations, linear in the rows or chunks that it is given.
+and all but those of jobs are distinct. Every step is a few NumPy operations, linear in the rows or chunks that it gets.
 """
 
 from __future__ import annotations

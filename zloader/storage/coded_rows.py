@@ -159,46 +159,6 @@ def _put_exceptions(rests: NDArray[np.int32], bits: int, out: NDArray[np.uint8])
 
 
 @compiled
-def place_rows(  # noqa: PLR0913
-    lengths: Rows,
-    itemsizes: tuple[int, int],
-    entries: NDArray[np.uint64],
-    block_rows: int,
-    content: NDArray[np.uint8],
-    words: NDArray[np.uint64],
-    places: tuple[Rows, Rows],
-    ends: Rows,
-) -> None:
-    """Begins raw rows in blocks as `code_blocks` does: writes all but their genes and values.
-
-    Notes in `places` where these belong, in elements of so many bytes.
-    """
-    to = 0
-    for block in range(len(ends)):
-        first, begin = block * block_rows, to
-        to += block_rows * ENTRY_BYTES
-        words[begin // 8 : to // 8] = 0  # the last block may have fewer rows
-        for row in range(first, min(first + block_rows, len(lengths))):
-            n, head = lengths[row], to
-            _put_word(content, head, RAW)
-            _put_word(content, head + 2, RAW)
-            genes = _padded(content, head + HEAD_BYTES, itemsizes[0])
-            values = _padded(content, genes + n * itemsizes[0], itemsizes[1])
-            places[0][row], places[1][row] = genes // itemsizes[0], values // itemsizes[1]
-            to = _padded(content, values + n * itemsizes[1], ALIGNED)
-            _put_entry(entries[row], head - begin, n, words, begin // 8 + (row - first) * _ENTRY_WORDS)
-        ends[block] = to
-
-
-@compiled
-def _put_entry(entry: NDArray[np.uint64], offset: int, n: int, words: NDArray[np.uint64], at: int) -> None:
-    entry[0] = offset
-    entry[1] |= n
-    for k in range(_ENTRY_WORDS):
-        words[at + k] = entry[k]
-
-
-@compiled
 def code_blocks(  # noqa: PLR0913
     genes: NDArray[Any],
     values: NDArray[Any],
@@ -231,7 +191,10 @@ def code_blocks(  # noqa: PLR0913
             exceptions, to = _put(of_values, False, content, typed_values, to)
             _put_word(content, head + 2, exceptions)
             to = _padded(content, to, ALIGNED)
-            _put_entry(entries[row], head - begin, n, words, begin // 8 + (row - first) * _ENTRY_WORDS)
+            entries[row, 0] = head - begin
+            entries[row, 1] |= n
+            for k in range(_ENTRY_WORDS):
+                words[begin // 8 + (row - first) * _ENTRY_WORDS + k] = entries[row, k]
         ends[block] = to
 
 

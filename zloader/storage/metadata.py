@@ -92,8 +92,8 @@ def _as_v3(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a Zarr v2 array, in which each chunk is an object, in the form of v3."""
     by_columns = metadata.get("order", "C") != "C" and len(metadata["shape"]) > 1
     if by_columns or str(metadata["dtype"]).startswith(">"):
-        how = "column by column" if by_columns else "in foreign byte order"
-        raise FormatError(f"{path} is stored {how}: run 'zloader convert' on it")
+        how = "is stored column by column" if by_columns else "is stored in foreign byte order"
+        raise FormatError(f"{path} {how}: run 'zloader convert' on it")
     separator = metadata.get("dimension_separator", ".")
     return {
         "shape": metadata["shape"],

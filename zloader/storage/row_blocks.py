@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.records import Rows
-from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, Views, place_rows, views_of, words_of
+from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, RAW, Views, views_of, words_of
 from zloader.storage.layout import ArrayLayout, MatrixLayout, expand
 
 # The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
@@ -173,10 +173,22 @@ def begun_blocks(
         ends = np.cumsum(-(-sizes // ALIGNED) * ALIGNED)
         words[ends[ends > 0] // ALIGNED - 1] = 0
         return ends, [np.append(0, ends[:-1])[:n_blocks] // form.values.itemsize]
-    ends, places = np.empty(n_blocks, np.int64), (np.empty_like(lengths), np.empty_like(lengths))
-    itemsizes = form.genes.itemsize, form.values.itemsize
-    place_rows(lengths, itemsizes, entries, form.block_rows, memory, words, places, ends)
-    return ends, places
+    n_rows, n_words = len(lengths), ENTRY_BYTES // 8
+    block, within = np.divmod(np.arange(n_rows), form.block_rows)
+    genes, values, stops = form.places_in_rows(np.zeros_like(lengths), lengths)
+    heads = np.cumsum(stops) - stops + (block + 1) * (form.block_rows * ENTRY_BYTES)
+    genes, values, stops = heads + genes, heads + values, heads + stops
+    ends = stops[np.minimum(np.arange(1, n_blocks + 1) * form.block_rows, n_rows) - 1]
+    begins = np.append(0, ends)[block]
+    if in_last := n_rows % form.block_rows:
+        words[begins[-1] // 8 + in_last * n_words : heads[-in_last] // 8] = 0
+    words[(values - 1) // 8] = 0
+    words[stops // 8 - 1] = 0
+    words[heads // 8] = RAW << 16 | RAW
+    of_entries = entries.view(ENTRY)[:, 0]
+    of_entries["offset"], of_entries["length"] = heads - begins, lengths
+    words[(begins // 8 + within * n_words)[:, None] + np.arange(n_words)] = entries
+    return ends, (genes // form.genes.itemsize, values // form.values.itemsize)
 
 
 def places_of(form: RowForm, content: NDArray[np.uint8], blocks: Rows, within: Rows) -> KeptRows:
