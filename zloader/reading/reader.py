@@ -120,6 +120,8 @@ class ArrayReader:
 
     def fill_absent(self, reads: ChunkReads, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any]) -> None:
         """Does the jobs whose chunks are in no read, because they were never written: they are the fill value."""
+        if not self.layout.absent_is_fill:
+            return
         _, here = reads.find(chunks)
         absent = jobs[~here]
         if len(absent):
