@@ -210,11 +210,6 @@ class RowsFile:
 
     # ---- filling
 
-    @property
-    def limited(self) -> bool:
-        """Whether the cache has limits, so that writing allocates disk space."""
-        return self._directory.space.limited
-
     def acquire(self, blocks: Rows, leases: Leases) -> tuple[Rows, Rows]:
         """Leases absent blocks (given in ascending order); returns those leased now, and those leased already.
 
