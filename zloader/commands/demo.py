@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _OTHER_LINES = 4  # table header, status, and the line of the cursor
+_LOOK_S = 0.2  # how often the server that is kept running looks for a signal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,8 @@ def _serve(output: TerminalOutput, demo_server: DemoServer, run: DemoRun) -> Non
         output.step(f"files: {demo_server.directory} (server in seaweedfs/, mirror in cache/)")
         output.step(f"try, in another terminal: . {access} && zloader info {run.conversion.destination}")
         output.step(f"Ctrl-C, or kill {os.getpid()}, stops the server; the files stay until you remove them")
-        signal.pause()
+        while True:  # signal.pause would miss a signal that arrives just before it
+            time.sleep(_LOOK_S)
     output.step("stopping the server once it has flushed its files")
 
 
