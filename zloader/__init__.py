@@ -144,9 +144,7 @@ if not TYPE_CHECKING:  # a visible __getattr__ would let every misspelt name pas
         if name in _FOLDERS:
             return importlib.import_module(f"zloader.{name}")
         if name not in _MODULES:
-            from zloader.common.removed import absent
-
-            raise absent(__name__, name)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from zloader.common.keywords import answers
 
         found = globals()[name] = answers(getattr(importlib.import_module(_MODULES[name]), name))

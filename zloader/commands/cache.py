@@ -73,7 +73,7 @@ def warm(flags: WarmFlags) -> None:
     """
     from zloader.caching.directory import place_of
     from zloader.common.options import Cache
-    from zloader.common.progress import byte_bar
+    from zloader.common.progress import progress_bars
     from zloader.dataset.dataset import open_dataset
     from zloader.dataset.warm import warm as warm_dataset
 
@@ -85,12 +85,13 @@ def warm(flags: WarmFlags) -> None:
     settings = {"url": flags.url, "cache": place_of(cache.directory)}
     latest: Warmed | None = None
     try:
-        with byte_bar("warming") as show:
+        with progress_bars(shown=True, unit="bytes") as bars:
+            advance = bars.add("warming", None)
 
             def on_progress(progress: Warmed) -> None:
                 nonlocal latest
+                advance(progress.bytes_held - (latest.bytes_held if latest else 0), progress.bytes_in_all)
                 latest = progress
-                show(progress.bytes_held, progress.bytes_in_all)
 
             dataset = open_dataset(flags.url, cache=cache, storage_options=flags.access.storage_options)
             if genes is not None:
@@ -170,18 +171,19 @@ def verify(flags: CacheFlags) -> None:
     """
     from zloader.caching.inspection import inspect_mirror
     from zloader.caching.inspection import verify as verify_mirror
-    from zloader.common.progress import byte_bar
+    from zloader.common.progress import progress_bars
 
     place, entries = _mirrors(flags.directory)
     in_all = sum(each.checked_bytes for each in map(inspect_mirror, entries))
     done = 0
     problems: dict[Path, list[str]] = {}
-    with byte_bar("verifying") as show:
+    with progress_bars(shown=True, unit="bytes") as bars:
+        advance = bars.add("verifying", in_all)
 
         def on_bytes(n_bytes: int) -> None:
             nonlocal done
             done += n_bytes
-            show(done, in_all)
+            advance(n_bytes)
 
         for entry in entries:
             problems[entry.directory] = verify_mirror(entry.directory, on_bytes)

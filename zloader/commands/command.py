@@ -21,7 +21,6 @@ import typer.core
 
 from zloader.common.errors import ZloaderError
 from zloader.common.messages import printable, printable_lines
-from zloader.common.removed import advice_for_command
 from zloader.common.version import __version__
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,11 +82,6 @@ class _Commands(typer.core.TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """In the order in which a newcomer needs them."""
         return sorted(super().list_commands(ctx), key=_ORDER.index)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if advice := advice_for_command(args[0]):
-            ctx.fail(f"No such command {args[0]!r}. {advice[:1].upper()}{advice[1:]}.")
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 
 from zloader.common.errors import KeywordError
 from zloader.common.messages import listed, nearest
-from zloader.common.removed import advice_for_option
 
 T = TypeVar("T")
 
@@ -93,8 +92,6 @@ def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
         return None
     called = function.__qualname__.removesuffix(".__init__")
     answer = f"{called} has no option {unknown!r}"
-    if advice := advice_for_option(called, unknown):
-        return f"{answer}: {advice}"
     if known[:1] == [_CONDITION]:
         return f"{answer}: write {function.__name__}({f'{unknown} == {given[unknown]!r:.50}'!r})"
     for name in known:

@@ -7,82 +7,46 @@ import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from zloader.common.messages import printable
+from zloader.common.messages import printable, size
 
 
-class _UnitColumn(ProgressColumn):
+class _AmountColumn(ProgressColumn):
+    """How much is done, of how much, and how fast."""
+
     def __init__(self, unit: str) -> None:
         super().__init__()
         self._unit = unit
 
-
-class _CountColumn(_UnitColumn):
     def render(self, task: Task) -> Text:
-        of = "" if task.total is None else f" of {task.total:,.0f}"
-        return Text(f"{task.completed:,.0f}{of} {self._unit}")
+        of = "" if task.total is None else f" of {self._amount(task.total)}"
+        return Text(f"{self._amount(task.completed)}{of}, {self._amount(task.finished_speed or task.speed or 0.0)}/s")
 
-
-class _RateColumn(_UnitColumn):
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed or 0.0
-        return Text(f"{speed / 1e6:.1f} M {self._unit}/s")
-
-
-@contextlib.contextmanager
-def progress_bars(*, shown: bool, unit: str = "values") -> Iterator[Bars]:
-    """Draws progress bars inside the context, if `shown` is True and stderr is a terminal."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        _CountColumn(unit),
-        _RateColumn(unit),
-        TimeRemainingColumn(),
-    )
-    with _drawn(*columns, shown=shown) as bars:
-        yield Bars(bars)
-
-
-@contextlib.contextmanager
-def byte_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Draws one bar inside the context, if stderr is a terminal. Call the result with (bytes done, bytes in total)."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with _drawn(*columns, shown=True) as bars:
-        task = bars.add_task(description, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def _drawn(*columns: ProgressColumn, shown: bool) -> RichProgress:
-    return RichProgress(*columns, console=Console(stderr=True), disable=not (shown and sys.stderr.isatty()))
+    def _amount(self, n: float) -> str:
+        return size(n) if self._unit == "bytes" else f"{n:,.0f} {self._unit}"
 
 
 class Bars:
     """One bar per task."""
 
-    def __init__(self, bars: RichProgress) -> None:
+    def __init__(self, bars: Progress) -> None:
         self._bars = bars
 
-    def add(self, description: str, total: int | None) -> Callable[[int], None]:
+    def add(self, description: str, total: int | None) -> Callable[..., None]:
         """Adds a bar. `total` is None if it is not known.
 
-        Call the result with the number of values, or other units, finished since the previous call.
+        Call the result with the number of values, or other units, finished since the previous call. A second number
+        is a new total.
         """
         task = self._bars.add_task(printable(description), total=total)
-        return lambda done: self._bars.advance(task, done)
+        return lambda done, total=None: self._bars.update(task, advance=done, total=total)
+
+
+@contextlib.contextmanager
+def progress_bars(*, shown: bool, unit: str = "values") -> Iterator[Bars]:
+    """Draws progress bars inside the context, if `shown` is True and stderr is a terminal."""
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), _AmountColumn(unit), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not (shown and sys.stderr.isatty())) as bars:
+        yield Bars(bars)

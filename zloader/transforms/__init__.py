@@ -13,10 +13,7 @@ Normalize, LogNormalize and Downsample look at whole rows. They see all genes of
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from zloader.common.keywords import answers
-from zloader.common.removed import absent
 from zloader.transforms.downsampling import Downsample
 from zloader.transforms.normalizing import LogNormalize, Normalize
 from zloader.transforms.of_values import Clip, Scale
@@ -38,7 +35,3 @@ __all__ = [
 
 for _name in __all__:
     globals()[_name] = answers(globals()[_name])
-
-
-def __getattr__(name: str) -> NoReturn:
-    raise absent(__name__, name)
