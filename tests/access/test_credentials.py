@@ -420,7 +420,7 @@ def test_secrets_are_in_no_error(server, monkeypatch, tmp_path, source):
     options = hide(source, monkeypatch, tmp_path) | endpoint(server)
     refusal = {"kind": "status", "status": 403, "code": "AccessDenied", "method": "*"}
     loader = open_loader("s3://atlas/counts.zarr", options)
-    loader.dataset.store.offsets(loader.dataset.store.matrix("X"))
+    loader.dataset.store.offsets(loader.dataset.store.matrix("X")).load()
     server.faults = [{**refusal, "match": "X/"}]
     with pytest.raises(AccessDeniedError) as while_reading:
         digest(loader)

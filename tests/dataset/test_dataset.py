@@ -216,7 +216,7 @@ def test_wrong_credentials(s3, tmp_path, wrong):
 def test_credentials_that_stop_working_before_the_first_read(s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     dataset = zl.open_dataset(s3.url("counts.zarr"), storage_options=s3.storage_options)
-    dataset.store.offsets(dataset.store.matrix("X"))
+    dataset.store.offsets(dataset.store.matrix("X")).load()
     dataset.store.location.storage_options["secret"] = "changed meanwhile"
     with pytest.raises(AccessDeniedError, match=r"reading X/\w+/c/\d+ bytes \d+-\d+ was denied") as caught:
         epoch(dataset)

@@ -59,7 +59,7 @@ def loader_over(server, *, cache=None, **options) -> zl.Loader:
     """A loader that has not yet read any elements of X."""
     storage_options = {"key": "any", "secret": SECRET, "endpoint_url": server.url}
     dataset = zl.open_dataset("s3://atlas/counts.zarr", cache=cache, storage_options=storage_options)
-    dataset.store.offsets(dataset.store.matrix("X"))
+    dataset.store.offsets(dataset.store.matrix("X")).load()
     return zl.Loader(
         dataset,
         batch_size=8,
@@ -377,7 +377,7 @@ def test_an_object_overwritten_in_mid_epoch(running):
 def test_an_object_whose_tag_changes_with_every_answer(bucket, sim):
     server = sim(root=bucket)
     loader = loader_over(server)
-    loader.dataset.store.offsets(loader.dataset.store.matrix("X"))
+    loader.dataset.store.offsets(loader.dataset.store.matrix("X")).load()
     server.faults = [{"kind": "etag", "match": f"{ELEMENTS}1$", "value": '"another"', "count": 1, "skip": 1}]
     with pytest.raises(StoreChangedError, match="X/"):
         epoch(loader)

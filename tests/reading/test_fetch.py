@@ -13,7 +13,7 @@ import anndata
 import numpy as np
 import pytest
 from fake_source import FakeSource, Fault
-from helpers import counts, write_store
+from helpers import counts, offsets_in_memory, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -187,7 +187,7 @@ def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path):
     failing = FakeSource(store, faults=[Fault(kind="error", key="X/data/c/3$", skip=1)])  # after the index
     mirror, others = mirror_of(part, tmp_path), mirror_of(part, tmp_path)
     values = part.matrix.values
-    in_shard = values.chunk_of(part.indptr[:-1]) // values.chunks_per_shard == 3
+    in_shard = values.chunk_of(ADATA.X.indptr[:-1]) // values.chunks_per_shard == 3
     blocks = mirror.rows.blocks(np.flatnonzero(in_shard))
 
     async def run():
@@ -220,7 +220,7 @@ def test_buffers_hold_what_is_needed_and_keep_the_next_one_aligned(store, rows):
     part = part_of(store)
     starts, stops = part.matrix.elements_of(np.array(rows), part.indptr)
     with opened_readers([part], zl.FetchOptions(), Counters(), sweeping=0) as [reader]:
-        needed = reader.needed(slice(None), np.array(rows), starts, stops)
+        needed = reader.needed(slice(None), np.array(rows))
         assert needed.ahead_bytes == needed.buffer_bytes == sum(of_array.n_bytes for of_array in needed.through)
         for of_array in needed.through:
             n_bytes = (stops - starts).sum() * of_array.layout.dtype.itemsize
@@ -414,7 +414,12 @@ def test_values_beyond_2_to_the_32(tmp_path, mirrored):
     matrix = replace(matrix, n_rows=7 * size)
     indptr = np.append(np.repeat(edges, size), n_elements)
     part = MatrixPart(
-        url="made up", matrix=matrix, indptr=indptr, object_sizes=EveryObject(), source=Endless(), mirror=None
+        url="made up",
+        matrix=matrix,
+        indptr=offsets_in_memory(indptr),
+        object_sizes=EveryObject(),
+        source=Endless(),
+        mirror=None,
     )
     rows = np.array([5, 1, 3, 6, 1]) * size + size - 1
     fetch = Fetch(number=0, rows=rows, order=np.arange(5), cuts=np.array([0, 2, 5]))

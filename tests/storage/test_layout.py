@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import zarr
 import zarr.codecs
+from helpers import offsets_in_memory
 from hypothesis import given
 from hypothesis import strategies as st
 from zarr.core.chunk_key_encodings import DefaultChunkKeyEncoding
@@ -255,7 +256,7 @@ def test_an_array_without_elements_has_no_chunks():
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
 def test_rows_of_a_csr_matrix_own_what_indptr_says(dtype):
     matrix = MatrixLayout(path="X", n_rows=3, n_genes=9, values=LAYOUT, genes=LAYOUT)
-    starts, stops = matrix.elements_of(_int64(2, 0, 1), np.array([0, 4, 4, 95], dtype))
+    starts, stops = matrix.elements_of(_int64(2, 0, 1), offsets_in_memory(np.array([0, 4, 4, 95], dtype)))
     assert (starts.tolist(), stops.tolist()) == ([4, 0, 4], [95, 4, 4])
     assert starts.dtype == stops.dtype == np.int64
     assert matrix.arrays == (LAYOUT, LAYOUT)

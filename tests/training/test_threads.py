@@ -44,7 +44,7 @@ def stalled(sim, bucket) -> zl.Loader:
     server = sim(root=bucket)
     options = {"key": "any", "secret": "any", "endpoint_url": server.url}
     loader = zl.Loader(zl.open_dataset("s3://atlas/counts.zarr", storage_options=options), **SIZES)
-    loader.dataset.store.offsets(loader.dataset.store.matrix("X"))
+    loader.dataset.store.offsets(loader.dataset.store.matrix("X")).load()
     server.faults = [{"kind": "stall", "match": "X/(indices|data)/c/"}]
     return loader
 

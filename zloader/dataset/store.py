@@ -30,15 +30,13 @@ from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
 from zloader.dataset.elements import StoredElements
 from zloader.dataset.modalities import ROOTS, path_of
-from zloader.dataset.paged_offsets import PagedOffsets, page_of
 from zloader.dataset.transposed import TransposedMatrix
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import matrix_shape
 from zloader.storage.row_blocks import RowForm
-
-_MOST_WHOLE = 4 << 20  # rows whose offsets are read at once: 32 MiB
+from zloader.storage.row_offsets import MOST_WHOLE, RowOffsets
 
 
 class OpenedStore(StoredElements):
@@ -66,7 +64,7 @@ class OpenedStore(StoredElements):
         if cache is not None and self.mirror_fingerprint is not None:
             self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, location.address)
         self._mirrors: dict[str, Mirror | None] = {}
-        self._offsets: dict[str, NDArray[np.integer] | PagedOffsets] = {}
+        self._offsets: dict[str, RowOffsets] = {}
         self._transposed: dict[str, TransposedMatrix] = {}  # by path
         if offline and self.mirror_directory is None:
             raise CacheError(f"cannot open {location.url} offline: its mirror cannot be used (see the warning)")
@@ -187,27 +185,28 @@ class OpenedStore(StoredElements):
             raise self.damaged(name, f"its metadata give {shape!r:.100} as its shape, not rows x genes")
         return found
 
-    def offsets(self, matrix: MatrixLayout) -> NDArray[np.integer] | PagedOffsets | None:
-        """The indptr of a CSR matrix: a whole array, or read page by page if it is large; None for a dense matrix."""
+    def offsets(self, matrix: MatrixLayout) -> RowOffsets | None:
+        """The indptr of a CSR matrix, read when rows are first looked up; None for a dense matrix."""
         if matrix.genes is None:
             return None
         path = f"{matrix.path}/indptr"
         if path not in self._offsets:
-            transposed, where = self._transposed.get(matrix.path), f"{path} of {self.location.url}"
-            node = self.node(path)
+            transposed, where, node = (
+                self._transposed.get(matrix.path),
+                f"{path} of {self.location.url}",
+                self.node(path),
+            )
             n_entries, chunk = int(node.shape[0]), int(node.chunks[0])
             read: Callable[[int, int], NDArray[np.integer]] = partial(self.window, path)
             if transposed is not None:
                 n_entries = chunk = matrix.n_rows + 1
                 read = transposed.offsets
+            elif n_entries > MOST_WHOLE and not self._has_every_object(path):
+                chunk = n_entries
             n_values = min(array.n_elements for array in matrix.arrays)
             if n_entries != matrix.n_rows + 1:
                 raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
-            paged = PagedOffsets(n_entries, page_of(chunk), read, n_values=n_values, where=where)
-            found = self.kept(path, paged.windows(), shape=(n_entries,), dtype=np.dtype(np.int64))
-            if found is None and (n_entries <= _MOST_WHOLE or not self._has_every_object(path)):
-                found = np.concatenate(list(paged.windows()))
-            self._offsets[path] = paged if found is None else found
+            self._offsets[path] = RowOffsets(read, n_entries, chunk, n_values=n_values, where=where)
         return self._offsets[path]
 
     def _has_every_object(self, path: str) -> bool:
@@ -256,14 +255,20 @@ class OpenedStore(StoredElements):
 
     def part(self, matrix: MatrixLayout, options: FetchOptions, genes: ChosenGenes | None = None) -> MatrixPart:
         """A matrix of this store, or these genes of it, as a Recipe takes it."""
-        transposed = self._transposed.get(matrix.path)
+        transposed, offsets, mirror = (
+            self._transposed.get(matrix.path),
+            self.offsets(matrix),
+            self.mirror(matrix, genes),
+        )
+        if offsets is not None and offsets.is_whole and mirror is None:
+            offsets.load()  # now, while those of other stores are read
         return MatrixPart(
             url=self.location.url,
             matrix=matrix,
-            indptr=self.offsets(matrix),
+            indptr=offsets,
             object_sizes=self._sizes if transposed is None else transposed.sizes,
             source=self.source(options, matrix.path),
-            mirror=self.mirror(matrix, genes),
+            mirror=mirror,
             genes=genes,
             row_of=self.row_of(matrix.path),
         )

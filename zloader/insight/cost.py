@@ -24,9 +24,10 @@ from zloader.reading.bridge import Bridge, Put
 from zloader.reading.read_plan import FillPlanner, ReadPlanner, planner_of, share_of
 from zloader.reading.shard_indexes import ShardIndexes
 from zloader.selecting.groups import shares
-from zloader.storage.layout import ArrayLayout, MatrixLayout, RowOffsets, chunks_of, distinct, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, distinct, total_bytes
 from zloader.storage.placement import ObjectIndex
 from zloader.storage.row_blocks import RowForm
+from zloader.storage.row_offsets import RowOffsets
 
 MOST_FETCHES = 256  # a longer epoch is sampled
 SAMPLED_FETCHES = 4  # a few are enough, because each has hundreds of blocks from all over the dataset
@@ -125,9 +126,7 @@ def _rows_by_store(plan: Plan, ends: Rows, numbers: Sequence[int]) -> list[list[
     return taken
 
 
-def _chunks_by_array(
-    matrix: MatrixLayout, indptr: NDArray[np.integer] | RowOffsets | None, fetches: Sequence[Rows]
-) -> Iterator[list[Rows]]:
+def _chunks_by_array(matrix: MatrixLayout, indptr: RowOffsets | None, fetches: Sequence[Rows]) -> Iterator[list[Rows]]:
     """For each fetch, the chunks that it needs from each array."""
     for rows in fetches:
         starts, stops = matrix.elements_of(rows, indptr)

@@ -88,7 +88,6 @@ class FetchScheduler:
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
         self._ends = recipe.ends
-        self._looks_up = any(not isinstance(part.indptr, np.ndarray | None) for part in recipe.parts)
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
         """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
@@ -127,7 +126,8 @@ class FetchScheduler:
         for turn, fetch in enumerate(fetches):
             await self._gates.fetch_begins()
             # Aside if it may read row offsets from a store.
-            planned = await aside(self._plan, fetch, readers) if self._looks_up else self._plan(fetch, readers)
+            looks_up = any(reader.looks_up for reader in readers)
+            planned = await aside(self._plan, fetch, readers) if looks_up else self._plan(fetch, readers)
             await self._gates.room.acquire(planned.ahead_bytes)
             loads.put_nowait(group.create_task(self._load(planned, turn)))
         loads.put_nowait(None)

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zloader.caching.mirror import Mirror
 from zloader.common.options import FetchOptions
@@ -20,15 +19,16 @@ from zloader.reading.read_plan import share_of
 from zloader.reading.resources import Counters, Resources
 from zloader.selecting.genes import ChosenGenes
 from zloader.selecting.row_maps import RowMap, looked_up
-from zloader.storage.layout import MatrixLayout, RowOffsets
+from zloader.storage.layout import MatrixLayout
 from zloader.storage.placement import ObjectIndex
+from zloader.storage.row_offsets import RowOffsets
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixPart:
     """One store's matrix. Its rows are consecutive rows of the dataset.
 
-    `url` names the store in messages. `indptr` has the row offsets or looks them up; None for a dense matrix.
+    `url` names the store in messages. `indptr` looks up row offsets; None for a dense matrix.
     `object_sizes` has the bytes per stored object. `genes` are the columns of x; None for the genes as stored.
     `indexes` grows by the shard indexes that are read, by array and shard, so that all readers of this part read each
     of them once.
@@ -39,7 +39,7 @@ class MatrixPart:
 
     url: str
     matrix: MatrixLayout
-    indptr: NDArray[np.integer] | RowOffsets | None
+    indptr: RowOffsets | None
     object_sizes: Mapping[str, int]
     source: ByteSource
     mirror: Mirror | None

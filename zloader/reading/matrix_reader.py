@@ -29,8 +29,9 @@ from zloader.reading.reader import ArrayReader, ChunkReads, Corrupt, Stored
 from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.coded_rows import ENTRY_BYTES, code_blocks, views_of, words_of
-from zloader.storage.layout import MatrixLayout, RowOffsets, chunks_of
+from zloader.storage.layout import MatrixLayout, chunks_of
 from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm, begun_blocks
+from zloader.storage.row_offsets import RowOffsets
 
 # Decoded bytes that a thread holds on their way to the mirror. Fresh memory costs page faults, and memory that is used
 # again stays in the core's cache. Rows of this size cost 0.2 ms of interpreter time, so fewer slow the threads down.
@@ -42,16 +43,14 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class NeededRows:
-    """Some rows of a matrix that a fetch needs, at positions `at` of it, and the elements `[start, stop)` of each.
+    """Some rows of a matrix that a fetch needs, at positions `at` of it.
 
-    `through` are those that are read into the buffer of the fetch, as far as is known now.
+    `through` are the elements that are read into the buffer of the fetch, as far as is known now.
     """
 
     reader: MatrixReader
     at: Rows | slice
     rows: Rows
-    starts: Rows
-    stops: Rows
     through: Sequence[Needed] = field(default=())
 
     @property
@@ -62,7 +61,7 @@ class NeededRows:
     @cached_property
     def ahead_bytes(self) -> int:
         """The memory that the rows take until they are gathered, about, in the buffer or in the page cache."""
-        return self.buffer_bytes or int((self.stops - self.starts).sum()) * self.reader.kept_bytes
+        return self.buffer_bytes or int(len(self.rows) * self.reader.row_bytes)
 
     @property
     def chooses_later(self) -> bool:
@@ -84,7 +83,7 @@ class MatrixReader:
     def __init__(
         self,
         matrix: MatrixLayout,
-        indptr: NDArray[np.integer] | RowOffsets | None,
+        indptr: RowOffsets | None,
         mirror: RowsFile | None,
         whole: RowsFile | None,
         chosen: ChosenGenes | None,
@@ -95,7 +94,8 @@ class MatrixReader:
         self._matrix, self._indptr, self._resources = matrix, indptr, resources
         self._arrays = [ArrayReader(array, resources) for array in matrix.arrays]
         itemsizes = sum(array.dtype.itemsize for array in matrix.arrays)
-        self.kept_bytes = 2 if mirror is not None and (mirror.form.coded or self._keeps_chosen) else itemsizes
+        kept_bytes = 2 if mirror is not None and (mirror.form.coded or self._keeps_chosen) else itemsizes
+        self.row_bytes = matrix.values.n_elements / max(1, matrix.n_rows) * kept_bytes
         if mirror is not None:
             sizes, sweeping = resources.object_sizes, resources.sweeping
             self._planner = FillPlanner.of(matrix, mirror.form, resources.options, sizes, sweeping=sweeping)
@@ -109,15 +109,28 @@ class MatrixReader:
         """Whether the mirror keeps rows whose genes are columns of x."""
         return self.mirror is not None and self._matrix.genes is not None
 
-    def needed(self, at: Rows | slice, rows: Rows, starts: Rows, stops: Rows) -> NeededRows:
-        """Some rows, to be loaded."""
-        needed, mirror = NeededRows(reader=self, at=at, rows=rows, starts=starts, stops=stops), self.mirror
-        if mirror is None:
-            return replace(needed, through=self._through(starts, stops))
-        if mirror.writable:
+    def needed(self, at: Rows | slice, rows: Rows) -> NeededRows:
+        """Some rows, to be loaded. A mirror knows where its rows are, and row offsets are looked up for others only."""
+        needed, mirror = NeededRows(reader=self, at=at, rows=rows), self.mirror
+        if mirror is not None and mirror.writable:
             return needed
-        absent = self._absent(mirror, rows, mirror.absent(mirror.blocks(rows)))
-        return replace(needed, through=self._through(starts[absent], stops[absent])) if absent.any() else needed
+        if mirror is not None:
+            rows = rows[self._absent(mirror, rows, mirror.absent(mirror.blocks(rows)))]
+        if not len(rows) and mirror is not None:
+            return needed
+        return replace(needed, through=self._through(*self._matrix.elements_of(rows, self._indptr)))
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether `needed` may read row offsets from the store."""
+        in_memory = self._indptr is None or self._indptr.in_memory
+        return not in_memory and (self.mirror is None or not self.mirror.writable)
+
+    async def _bounds(self, rows: Rows) -> tuple[Rows, Rows]:
+        """The elements `[start, stop)` of some rows, whose offsets may have to be read from the store."""
+        if self._indptr is None or self._indptr.in_memory:
+            return self._matrix.elements_of(rows, self._indptr)
+        return await aside(self._matrix.elements_of, rows, self._indptr)
 
     def _through(self, starts: Rows, stops: Rows) -> list[Needed]:
         return [Needed.of(array.layout, starts, stops) for array in self._arrays]
@@ -130,7 +143,7 @@ class MatrixReader:
         """The needed rows, from one to three sources. Reads with a smaller `turn` go first."""
         mirror, whole, rows, sources = self.mirror, self._whole, needed.rows, []
         if mirror is None and whole is None:
-            return [await self._read_through(needed, slice(None), needed.through, buffer, turn)]
+            return [await self._read_through(needed.at, needed.through, buffer, turn)]
         absent = np.ones(len(rows), bool)
         if mirror is not None:
             blocks = mirror.blocks(rows)
@@ -152,8 +165,8 @@ class MatrixReader:
                 sources.append(replace(chosen, at=_some(needed.at, of_whole)))
             absent &= ~of_whole
         if absent.any() or not sources:
-            through = self._through(needed.starts[absent], needed.stops[absent])
-            sources.append(await self._read_through(needed, absent, through, buffer, turn))
+            through = self._through(*await self._bounds(rows[absent]))
+            sources.append(await self._read_through(_some(needed.at, absent), through, buffer, turn))
         return sources
 
     def _count_kept(self, mirror: RowsFile, blocks: Rows) -> None:
@@ -182,12 +195,7 @@ class MatrixReader:
         )
 
     async def _read_through(
-        self,
-        needed: NeededRows,
-        which: NDArray[np.bool_] | slice,
-        through: Sequence[Needed],
-        buffer: NDArray[np.uint8],
-        turn: int,
+        self, at: Rows | slice, through: Sequence[Needed], buffer: NDArray[np.uint8], turn: int
     ) -> SourceRows:
         """Rows that are decoded into the buffer, or into memory of their own if it is too small."""
         if sum(each.n_bytes for each in through) > len(buffer):  # the mirror's disk has filled up meanwhile
@@ -199,11 +207,10 @@ class MatrixReader:
                 used += of_array.n_bytes
                 loads.append(group.create_task(array.load(of_array, slot, turn=turn)))
         *genes, values = (load.result() for load in loads)
-        begins = through[-1].begins
-        lengths, totals = (needed.stops - needed.starts)[which], None
+        begins, totals = through[-1].begins, None
+        lengths = np.diff(begins, append=through[-1].n_elements)
         if (self.mirror or self._whole) is not None and self._keeps_chosen:  # as of rows that are in the mirror
             totals, _ = await self._resources.run(totals_of, values, begins, lengths)
-        at = needed.at if isinstance(which, slice) else _some(needed.at, which)
         return SourceRows(
             at=at,
             genes=genes[0] if genes else None,
@@ -268,10 +275,7 @@ class MatrixReader:
     async def _batch(self, mirror: RowsFile, blocks: Rows, turn: int) -> _Batch:
         """The reads for some blocks."""
         rows = mirror.form.rows_of(blocks)
-        if isinstance(self._indptr, np.ndarray | None):
-            starts, stops = self._matrix.elements_of(rows, self._indptr)
-        else:  # may read from the store
-            starts, stops = await aside(self._matrix.elements_of, rows, self._indptr)
+        starts, stops = await self._bounds(rows)
         chunks = [chunks_of(starts, stops, array.layout) for array in self._arrays]
         async with asyncio.TaskGroup() as group:  # either may read an index first
             reads = [

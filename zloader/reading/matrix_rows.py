@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, X
 from zloader.reading import gather
@@ -36,7 +35,7 @@ Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each w
 class PlannedRows:
     """The rows of a fetch in one matrix, before its reads.
 
-    For each part that the rows touch, `needed` has its rows. `lengths` are the elements per row.
+    For each part that the rows touch, `needed` has its rows. `lengths` are the elements per row, once they are loaded.
     """
 
     parts: Sequence[MatrixPart]
@@ -110,11 +109,7 @@ def plan_rows(
         of_part, here = part.held(rows[of_store] - (ends[number] - part.n_rows), of_store)
         if not len(of_part):
             continue
-        starts, stops = part.matrix.elements_of(of_part, part.indptr)
-        if isinstance(part.indptr, np.ndarray):
-            page_cache.release(part.indptr)
-        lengths[here] = stops - starts
-        needed[number] = readers[number].needed(here, of_part, starts, stops)
+        needed[number] = readers[number].needed(here, of_part)
     return PlannedRows(parts=parts, needed=needed, lengths=lengths)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
 from zloader.common.records import Rows, Span
 from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement
+from zloader.storage.row_offsets import RowOffsets
 
 _MOST_ELEMENTS = 1 << 62  # damaged metadata may claim more
 
@@ -126,13 +127,6 @@ class ArrayLayout:
         return self.placement.index(shard, object_size)
 
 
-class RowOffsets(Protocol):
-    """Row offsets (indptr) that are looked up for some rows at a time."""
-
-    def bounds(self, rows: Rows) -> tuple[Rows, Rows]:
-        """The first element of each row and the element after its last."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MatrixLayout:
     """How a matrix of rows x genes is stored: as CSR (`genes` and `values`) or dense (`values` only)."""
@@ -148,13 +142,11 @@ class MatrixLayout:
         """The arrays to read: `genes` if the matrix is CSR, then `values`."""
         return (self.values,) if self.genes is None else (self.genes, self.values)
 
-    def elements_of(self, rows: Rows, indptr: NDArray[np.integer] | RowOffsets | None) -> tuple[Rows, Rows]:
+    def elements_of(self, rows: Rows, indptr: RowOffsets | None) -> tuple[Rows, Rows]:
         """The first element of each row and the element after its last. `indptr` is None for a dense matrix."""
         if indptr is None:
             return rows * self.n_genes, (rows + 1) * self.n_genes
-        if not isinstance(indptr, np.ndarray):
-            return indptr.bounds(rows)
-        return indptr[rows].astype(np.int64, copy=False), indptr[rows + 1].astype(np.int64, copy=False)
+        return indptr.bounds(rows)
 
 
 def require_bytes(url: str, key: str, size: int, needed: int = 1) -> None:

@@ -1,8 +1,7 @@
-"""Row offsets, read page by page or kept whole in the mirror: equal to those of the store, and as safe."""
+"""Row offsets, read page by page: equal to those of the store, and as safe."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
-from zloader.common import page_cache
 from zloader.common.errors import FormatError
-from zloader.dataset import paged_offsets, store
-from zloader.dataset.paged_offsets import PagedOffsets, page_of
+from zloader.dataset import store
+from zloader.storage import row_offsets
+from zloader.storage.row_offsets import RowOffsets
 
 pytestmark = pytest.mark.any_version
 
@@ -39,16 +38,18 @@ class Stored:
         return ROW_VALUES * np.arange(start, stop)
 
 
-def paged(stored, chunk: int = 1 << 16) -> PagedOffsets:
+def paged(stored, chunk: int = 1 << 16) -> RowOffsets:
     n_values = ROW_VALUES * (stored.n_entries - 1)
-    return PagedOffsets(stored.n_entries, page_of(chunk), stored.read, n_values=n_values, where="X/indptr of store")
+    return RowOffsets(stored.read, stored.n_entries, chunk, n_values=n_values, where="X/indptr of store")
 
 
-def whole(offsets: PagedOffsets) -> np.ndarray:
-    return np.concatenate(list(offsets.windows()))
+def whole(offsets: RowOffsets) -> np.ndarray:
+    starts, stops = offsets.bounds(np.arange(offsets.n_entries - 1))
+    np.testing.assert_array_equal(starts[1:], stops[:-1])
+    return np.append(starts, stops[-1])
 
 
-def check(offsets: PagedOffsets, rows: np.ndarray) -> None:
+def check(offsets: RowOffsets, rows: np.ndarray) -> None:
     starts, stops = offsets.bounds(rows)
     np.testing.assert_array_equal(starts, ROW_VALUES * rows)
     np.testing.assert_array_equal(stops, ROW_VALUES * (rows + 1))
@@ -72,25 +73,26 @@ def test_a_few_of_a_billion_rows_need_a_few_pages():
 )
 def test_offsets_equal_the_whole_array(n_rows, chunk, taken, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_offsets, "_PAGE", 7)
-        patch.setattr(paged_offsets, "_MOST_KEPT", most)
+        patch.setattr(row_offsets, "MOST_WHOLE", 50)
+        patch.setattr(row_offsets, "_PAGE", 7)
+        patch.setattr(row_offsets, "_STEP", 30)
+        patch.setattr(row_offsets, "_MOST_KEPT", most)
         offsets = paged(Stored(n_rows), chunk)
         for rows in taken:
             check(offsets, np.array(rows, np.int64) % n_rows)
-            assert len(offsets._kept) * offsets._width <= max(most, offsets._width)
+            assert offsets.is_whole or len(offsets._kept) * offsets._width <= max(most, offsets._width)
         np.testing.assert_array_equal(whole(offsets), ROW_VALUES * np.arange(n_rows + 1))
 
 
-def test_without_a_cache_only_some_pages_stay_in_memory(monkeypatch, caplog):
-    monkeypatch.setattr(paged_offsets, "_PAGE", 4)
-    monkeypatch.setattr(paged_offsets, "_MOST_KEPT", 40)
+def test_only_some_pages_stay_in_memory(monkeypatch):
+    monkeypatch.setattr(row_offsets, "MOST_WHOLE", 10)
+    monkeypatch.setattr(row_offsets, "_PAGE", 4)
+    monkeypatch.setattr(row_offsets, "_MOST_KEPT", 40)
     offsets = paged(Stored(1000), 4)
     check(offsets, np.arange(20))
-    assert not caplog.text
     for _ in range(2):
         check(offsets, np.arange(999, -1, -10))
         assert len(offsets._kept) == 10
-    assert caplog.text.count("X/indptr of store is too large to stay in memory") == 1
 
 
 class Wrong(Stored):
@@ -110,8 +112,10 @@ class Wrong(Stored):
     [(0, 1, False), (50, -9999, False), (100, -9999, True), (100, 10**9, True), (150, 10**9, False), (1000, 1, False)],
 )
 @pytest.mark.parametrize("use", [lambda offsets: offsets.bounds(np.arange(1000)), whole], ids=["rows", "whole"])
-def test_offsets_that_do_not_ascend_are_an_error(monkeypatch, use, entry, by, on):
-    monkeypatch.setattr(paged_offsets, "_PAGE", 100)
+@pytest.mark.parametrize("most_whole", [100, 10_000])
+def test_offsets_that_do_not_ascend_are_an_error(monkeypatch, use, entry, by, on, most_whole):
+    monkeypatch.setattr(row_offsets, "MOST_WHOLE", most_whole)
+    monkeypatch.setattr(row_offsets, "_PAGE", 100)
     offsets = paged(Wrong(1000, entry, by, on=on), 100)
     with pytest.raises(FormatError, match=r"X/indptr of store is wrong at row \d+ .*the store is damaged"):
         use(offsets)
@@ -124,12 +128,11 @@ ADATA = counts(300, 41, seed=3)
 @pytest.mark.parametrize("cached", [False, True])
 def test_epochs_of_a_store_with_pages(tmp_path, monkeypatch, cached):
     write_store(ADATA, tmp_path / "counts.zarr", tmp_path)
-    monkeypatch.setattr(store, "_MOST_WHOLE", 10)
+    most_whole(monkeypatch, 10)
     cache = tmp_path / "cache" if cached else None
     for epoch in range(2):
         dataset = zl.open_dataset(tmp_path / "counts.zarr", cache=cache)
         loader = zl.Loader(dataset, batch_size=8, fetch_factor=4, sampling=zl.BlockShuffling(8), obs=["cell_type"])
-        assert isinstance(dataset.store.offsets(dataset.store.matrix("X")), np.ndarray if cached else PagedOffsets)
         seen = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
         assert sorted(seen) == list(range(300))
         assert bool(loader.statistics().gets) != (cached and epoch > 0)
@@ -141,12 +144,7 @@ def test_epochs_of_a_store_with_pages(tmp_path, monkeypatch, cached):
         assert sum(map(len, zl.Loader(offline, batch_size=8))) == 300
 
 
-def offsets_of(path: Path, **options: Any) -> Any:
-    opened = zl.open_dataset(path, **options).store
-    return opened.offsets(opened.matrix("X"))
-
-
-def test_offsets_in_a_mirror_are_read_once_and_mapped(tmp_path, monkeypatch, caplog):
+def test_a_warm_epoch_needs_no_offsets(tmp_path, monkeypatch):
     write_store(ADATA, tmp_path / "counts.zarr", tmp_path)
     read: list[str] = []
     window = store.OpenedStore.window
@@ -156,30 +154,14 @@ def test_offsets_in_a_mirror_are_read_once_and_mapped(tmp_path, monkeypatch, cap
         return window(self, path, first, stop)
 
     monkeypatch.setattr(store.OpenedStore, "window", counted)
-    for _ in range(2):
-        offsets = offsets_of(tmp_path / "counts.zarr", cache=tmp_path / "cache")
-        assert page_cache.is_mapped(offsets)
-        np.testing.assert_array_equal(offsets, ADATA.X.indptr)
-    assert read == ["X/indptr"]
-    (path,) = tmp_path.glob("cache/*/X%2Findptr.array")
-    with path.open("r+b") as file:
-        os.pwrite(file.fileno(), b"\1", 1234)
-    for _ in range(2):
-        np.testing.assert_array_equal(offsets_of(tmp_path / "counts.zarr", cache=tmp_path / "cache"), ADATA.X.indptr)
-    assert caplog.text.count("X%2Findptr.array differs from its checksum") == 1
-    assert len(read) == 2
-
-
-@pytest.mark.parametrize("most", [10, 1000])
-def test_a_cache_without_room_for_offsets(tmp_path, monkeypatch, caplog, most):
-    """As without a cache, large ones are read page by page, and others whole."""
-    write_store(ADATA, tmp_path / "counts.zarr", tmp_path)
-    monkeypatch.setattr(store, "_MOST_WHOLE", most)
-    offsets = offsets_of(tmp_path / "counts.zarr", cache=zl.Cache(tmp_path / "cache", max_bytes=6000))
-    assert isinstance(offsets, np.ndarray if most == 1000 else PagedOffsets)
-    assert "there is no room for X/indptr" in caplog.text
-    np.testing.assert_array_equal(offsets if most == 1000 else whole(offsets), ADATA.X.indptr)
-    assert not list(tmp_path.glob("cache/*/X%2Findptr*"))
+    for epoch in range(2):
+        dataset = zl.open_dataset(tmp_path / "counts.zarr", cache=tmp_path / "cache")
+        seen = np.concatenate(
+            [check_minibatch(each, ADATA) for each in zl.Loader(dataset, batch_size=8, obs=["cell_type"])]
+        )
+        assert sorted(seen) == list(range(300))
+        assert ("X/indptr" in read) == (not epoch)
+        read.clear()
 
 
 FEW = counts(120, 7, seed=4)
@@ -187,6 +169,11 @@ LATE = counts(120, 7, seed=4)  # with 45 empty rows at the start
 LATE.X = (scipy.sparse.diags(1.0 * (np.arange(120) >= 45)) @ LATE.X).tocsr().astype(np.float32)
 LATE.X.eliminate_zeros()
 FORMS: dict[str, dict[str, Any]] = {"v2": {}, "v3": {}, "v3 shards": {"shards": (40,)}}
+
+
+def most_whole(monkeypatch, n_entries: int) -> None:
+    for module in (store, row_offsets):
+        monkeypatch.setattr(module, "MOST_WHOLE", n_entries)
 
 
 def by_anndata(adata: ad.AnnData, path: Path, form: str, indptr: np.ndarray) -> Path:
@@ -203,9 +190,9 @@ def by_anndata(adata: ad.AnnData, path: Path, form: str, indptr: np.ndarray) -> 
 
 @pytest.fixture
 def small_pages(monkeypatch):
-    monkeypatch.setattr(store, "_MOST_WHOLE", 10)
-    monkeypatch.setattr(paged_offsets, "_PAGE", 10)
-    monkeypatch.setattr(paged_offsets, "_READ_ENTRIES", 20)
+    most_whole(monkeypatch, 10)
+    monkeypatch.setattr(row_offsets, "_PAGE", 10)
+    monkeypatch.setattr(row_offsets, "_STEP", 30)
 
 
 def read_all(url: str | Path, adata: ad.AnnData, cache: Path | None) -> None:
@@ -223,7 +210,9 @@ def test_a_missing_object_is_never_read_as_empty_rows(tmp_path, form, cached):
     path = by_anndata(FEW, tmp_path / "a.zarr", form, FEW.X.indptr)
     cache = tmp_path / "cache" if cached else None
     read_all(path, FEW, cache)
-    assert isinstance(zl.open_dataset(path).store.offsets(zl.open_dataset(path).store.matrix("X")), PagedOffsets)
+    offsets = zl.open_dataset(path).store.offsets(zl.open_dataset(path).store.matrix("X"))
+    assert not offsets.is_whole
+    np.testing.assert_array_equal(whole(offsets), FEW.X.indptr)
     objects = [file for file in path.glob("X/indptr/**/*") if file.is_file() and file.name.isdigit()]
     last = max(int(file.name) for file in objects)
     for file in objects:
@@ -254,9 +243,8 @@ def test_chunks_of_leading_empty_rows_may_be_left_out(tmp_path, form):
     assert not {"X/indptr/0", "X/indptr/c/1"} & zl.open_dataset(path).store.objects.keys() or form == "v3 shards"
     for cache in (None, tmp_path / "cache"):
         read_all(path, LATE, cache)
-        np.testing.assert_array_equal(
-            zl.open_dataset(path, cache=cache).store.offsets(zl.open_dataset(path).store.matrix("X")), LATE.X.indptr
-        )
+        opened = zl.open_dataset(path, cache=cache).store
+        np.testing.assert_array_equal(whole(opened.offsets(opened.matrix("X"))), LATE.X.indptr)
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -278,7 +266,8 @@ class Swapped(Stored):
 
 @pytest.mark.parametrize("order", [(650, 550), (550, 650)])
 def test_a_page_has_to_fit_the_pages_that_are_held(monkeypatch, order):
-    monkeypatch.setattr(paged_offsets, "_PAGE", 100)
+    monkeypatch.setattr(row_offsets, "MOST_WHOLE", 100)
+    monkeypatch.setattr(row_offsets, "_PAGE", 100)
     offsets = paged(Swapped(1000), 100)
     offsets.bounds(np.array([order[0]]))
     with pytest.raises(FormatError, match="X/indptr of store is wrong at row 599"):
