@@ -36,7 +36,7 @@ from zloader.selecting.genes import ChosenGenes
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import matrix_shape
 from zloader.storage.row_blocks import RowForm
-from zloader.storage.row_offsets import MOST_WHOLE, RowOffsets
+from zloader.storage.row_offsets import MOST_WHOLE, Page, RowOffsets
 
 
 class OpenedStore(StoredElements):
@@ -64,7 +64,7 @@ class OpenedStore(StoredElements):
         if cache is not None and self.mirror_fingerprint is not None:
             self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, location.address)
         self._mirrors: dict[str, Mirror | None] = {}
-        self._offsets: dict[str, RowOffsets] = {}
+        self._offsets: dict[str, dict[int, Page]] = {}  # pages of row offsets, by path
         self._transposed: dict[str, TransposedMatrix] = {}  # by path
         if offline and self.mirror_directory is None:
             raise CacheError(f"cannot open {location.url} offline: its mirror cannot be used (see the warning)")
@@ -190,24 +190,18 @@ class OpenedStore(StoredElements):
         if matrix.genes is None:
             return None
         path = f"{matrix.path}/indptr"
-        if path not in self._offsets:
-            transposed, where, node = (
-                self._transposed.get(matrix.path),
-                f"{path} of {self.location.url}",
-                self.node(path),
-            )
-            n_entries, chunk = int(node.shape[0]), int(node.chunks[0])
-            read: Callable[[int, int], NDArray[np.integer]] = partial(self.window, path)
-            if transposed is not None:
-                n_entries = chunk = matrix.n_rows + 1
-                read = transposed.offsets
-            elif n_entries > MOST_WHOLE and not self._has_every_object(path):
-                chunk = n_entries
-            n_values = min(array.n_elements for array in matrix.arrays)
-            if n_entries != matrix.n_rows + 1:
-                raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
-            self._offsets[path] = RowOffsets(read, n_entries, chunk, n_values=n_values, where=where)
-        return self._offsets[path]
+        node, transposed, where = self.node(path), self._transposed.get(matrix.path), f"{path} of {self.location.url}"
+        n_entries, chunk = int(node.shape[0]), int(node.chunks[0])
+        read: Callable[[int, int], NDArray[np.integer]] = partial(self.window, path)
+        if transposed is not None:
+            n_entries = chunk = matrix.n_rows + 1
+            read = transposed.offsets
+        elif n_entries > MOST_WHOLE and not self._has_every_object(path):
+            chunk = n_entries
+        if n_entries != matrix.n_rows + 1:
+            raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
+        n_values, kept = min(array.n_elements for array in matrix.arrays), self._offsets.setdefault(path, {})
+        return RowOffsets(read, n_entries, chunk, n_values=n_values, where=where, kept=kept)
 
     def _has_every_object(self, path: str) -> bool:
         """Whether all objects of an array are listed, so that none of them is read as fill values.

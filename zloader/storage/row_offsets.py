@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError
-from zloader.common.locks import forkable_lock
 from zloader.common.records import Rows
 
 # In entries.
@@ -27,22 +26,23 @@ _STEP = 1 << 23  # decoded together: 64 MiB
 _MOST_KEPT = 1 << 27
 
 Read = Callable[[int, int], NDArray[np.integer]]
-_Page: TypeAlias = tuple[int, NDArray[np.integer]]  # its first entry, and the differences from it
+Page: TypeAlias = tuple[int, NDArray[np.integer]]  # its first entry, and the differences from it
 
 
 class RowOffsets:
     """The `n_entries` offsets of the rows of a matrix with `n_values` stored values, in chunks of so many entries.
 
     `read(start, stop)` reads entries from the store, and `where` names them in messages. Entries of a chunk that the
-    store lacks have to be read as 0, or else all entries given as one chunk.
+    store lacks have to be read as 0, or else all entries given as one chunk. Pages stay in `kept`.
     """
 
-    def __init__(self, read: Read, n_entries: int, chunk: int, *, n_values: int, where: str) -> None:
+    def __init__(
+        self, read: Read, n_entries: int, chunk: int, *, n_values: int, where: str, kept: dict[int, Page] | None = None
+    ) -> None:
         self._read, self.n_entries, self._n_values, self._where = read, n_entries, n_values, where
         self._width = n_entries if n_entries <= MOST_WHOLE else max(1, chunk) * max(1, _PAGE // max(1, chunk))
         self._n_zeros = 0  # so many pages, from the first on, are known to be 0
-        self._kept: dict[int, _Page] = {}
-        self._lock = forkable_lock()
+        self._kept: dict[int, Page] = {} if kept is None else kept
 
     @property
     def is_whole(self) -> bool:
@@ -86,7 +86,7 @@ class RowOffsets:
         first, differences = self._page(number)
         return first + differences[within].astype(np.int64)
 
-    def _page(self, number: int) -> _Page:
+    def _page(self, number: int) -> Page:
         page = self._kept.get(number)
         if page is None:
             start = number * self._width
@@ -94,10 +94,10 @@ class RowOffsets:
             self._require_ascending(number, start, values)
             differences = values - values[0]
             page = int(values[0]), differences.astype(np.uint32) if differences[-1] < 1 << 32 else differences
-            with self._lock:  # several epochs may run at once
-                self._kept[number] = page
-                if len(self._kept) > max(1, _MOST_KEPT // self._width):  # the one that has been there longest goes
-                    del self._kept[next(iter(self._kept))]
+            self._kept[number] = page
+            if len(self._kept) > max(1, _MOST_KEPT // self._width):  # the one that has been there longest goes
+                oldest, *_ = list(self._kept)  # at once, because other epochs may change it
+                self._kept.pop(oldest, None)
         return page
 
     def _require_ascending(self, number: int, start: int, values: Rows) -> None:
@@ -123,5 +123,5 @@ class RowOffsets:
         )
 
 
-def _last(page: _Page) -> int:
+def _last(page: Page) -> int:
     return page[0] + int(page[1][-1])
