@@ -243,7 +243,6 @@ def test_files_and_stores_as_one_dataset(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "column chunks": "do not hold whole rows",
     "external link": "a link to another file",
     "soft link to an external link": "it is a link to '/far/X', which is in another file",
     "virtual": "a virtual dataset",
@@ -261,8 +260,6 @@ def test_what_is_refused_and_why(tmp_path: Path, kind: str, words: str) -> None:
     with h5py.File(path, "r+") as file:
         if kind != "no root encoding":
             del file["X"]
-        if kind == "column chunks":
-            file.create_dataset("X", data=X.toarray(), chunks=(300, 10))
         if kind == "external link":
             file["X"] = h5py.ExternalLink("other.h5ad", "/X")
         if kind == "soft link to an external link":

@@ -587,7 +587,7 @@ def test_a_mirror_keeps_each_column_once(tmp_path, monkeypatch, least, n_stores)
 
 
 @pytest.mark.slow
-def test_chunks_that_are_too_large_or_hold_parts_of_rows_are_read_whole(tmp_path, monkeypatch):
+def test_arrays_whose_chunks_or_bands_are_too_large_are_read_whole(tmp_path, monkeypatch):
     path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
     root = zarr.open_group(path)
     attributes = dict(root["obsm/pca"].attrs)
@@ -602,6 +602,11 @@ def test_chunks_that_are_too_large_or_hold_parts_of_rows_are_read_whole(tmp_path
     assert paged_of(dataset) == []
     monkeypatch.setattr(obsm_arrays, "_LARGEST_CHUNK", 120)
     assert paged_of(zl.open_dataset(path, cache=tmp_path / "other")) == ["cube"]
+    monkeypatch.setattr(obsm_arrays, "_LARGEST_CHUNK", 200)  # 10 rows of 5 numbers, in chunks of 2 columns
+    dataset = zl.open_dataset(path, cache=tmp_path / "third")
+    assert paged_of(dataset) == ["cube", "pca"]
+    for _ in range(2):
+        check_epoch(loader_of(dataset), ADATA)
 
 
 def test_failing_reads_raise_in_the_training_loop(tmp_path, store, sim):

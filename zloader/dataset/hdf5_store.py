@@ -42,8 +42,8 @@ from zloader.common.locks import cached_property
 from zloader.common.other_formats import why_unreadable
 from zloader.storage.decode import Decoder
 from zloader.storage.hdf5_filters import filters_codecs
-from zloader.storage.layout import ArrayLayout
-from zloader.storage.metadata import number_dtype, require_whole_rows
+from zloader.storage.layout import ArrayLayout, Grid
+from zloader.storage.metadata import number_dtype
 from zloader.storage.placement import ABSENT, Placement
 
 if TYPE_CHECKING:
@@ -94,12 +94,14 @@ class Hdf5Index:
         return None
 
     def layout(self, path: str, name: str) -> ArrayLayout:
-        """The layout of an array of numbers in the file `name`. Raises FormatError if its chunks cut rows."""
+        """The layout of an array of numbers in the file `name`. Raises FormatError if it cannot be read by chunk."""
         node = self._numbers(path)
-        if math.prod(node["shape"]):
-            require_whole_rows(path, tuple(node["shape"]), tuple(node["chunks"]))
+        shape, chunk = node["shape"], node["chunks"]
+        outer = [-(-whole // max(1, size)) * max(1, size) for whole, size in zip(shape, chunk, strict=True)]
         number_dtype(path, node["dtype"])
-        return self.chunk_layout(path, name)
+        grid = Grid.of(path, shape, chunk, outer)
+        layout = self.chunk_layout(path, name)
+        return layout if grid is None else replace(layout, grid=grid, n_elements=math.prod(shape))
 
     def chunk_layout(self, path: str, name: str) -> ArrayLayout:
         """The chunks of any array, one after the other in row-major order of its grid."""

@@ -160,7 +160,7 @@ def _matrix(store: OpenedStore, path: str) -> MatrixLayout | None:
         Decoder(layout)
     except FormatError:  # reading it whole raises the error, or succeeds
         return None
-    if layout.chunk_elements * layout.dtype.itemsize > _LARGEST_CHUNK:
+    if layout.band_elements * layout.dtype.itemsize > _LARGEST_CHUNK:
         return None
     n_genes = math.prod(shape[1:])
     return MatrixLayout(path=path, n_rows=store.rows_at(path), n_genes=n_genes, values=layout, genes=None)

@@ -220,7 +220,7 @@ def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> Ar
         ),
         elements=elements,
         chunk_elements=chunk_elements,
-        rows_per_chunk=chunk_elements * rows / elements if elements else 0.0,
+        rows_per_chunk=max(array.band_elements for array in arrays) * rows / elements if elements else 0.0,
         chunks_per_shard=max(array.chunks_per_shard for array in arrays),
         shards=sum(array.n_shards for array in arrays),
         stored_bytes=sum(stored_bytes(store, array) for store, array in stored),

@@ -6,6 +6,7 @@ and all but those of jobs are distinct. Every step is a few NumPy operations, li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,11 @@ from numpy.typing import NDArray
 
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
-from zloader.storage.decode import CHUNK
+from zloader.storage.decode import CHUNK, PART
 from zloader.storage.layout import (
     ArrayLayout,
     ChunkSpan,
+    Grid,
     MatrixLayout,
     align_to_runs,
     chunk_spans,
@@ -159,7 +161,8 @@ def batches(
 class Needed:
     """The elements that rows need from one array, one row after another: row i begins at `begins[i]` of `n_elements`.
 
-    `jobs` (dtype CHUNK) say how the pieces of `chunks`, ascending, are decoded to there, without where they are stored.
+    `jobs` (dtype CHUNK, or PART in a grid) say how the pieces of `chunks`, ascending, are decoded to there, without
+    where they are stored.
     """
 
     layout: ArrayLayout
@@ -189,12 +192,14 @@ class Needed:
 
 
 def jobs_of(layout: ArrayLayout, starts: Rows, stops: Rows, begins: Rows) -> tuple[Rows, NDArray[Any]]:
-    """How to decode the elements `[start, stop)` of some pieces to `begins` in memory (dtype CHUNK).
+    """How to decode the elements `[start, stop)` of some pieces to `begins` in memory (dtype CHUNK, or PART in a grid).
 
     Returns the chunk of each job, ascending, so that those of one chunk follow one another.
     """
     some = np.flatnonzero(stops > starts)
     starts, stops, begins = starts[some], stops[some], begins[some]
+    if layout.grid is not None:
+        return _jobs_of_grid(layout.grid, starts, stops, begins)
     firsts = layout.chunk_of(starts)
     counts = layout.chunk_of(stops - 1) + 1 - firsts
     piece, chunks = np.repeat(np.arange(len(some)), counts), expand(firsts, counts)
@@ -208,3 +213,18 @@ def jobs_of(layout: ArrayLayout, starts: Rows, stops: Rows, begins: Rows) -> tup
     jobs["first"], jobs["stop"] = starts_there - chunk_starts, np.minimum(stops[piece], chunk_stops) - chunk_starts
     jobs["elements"] = chunk_stops - chunk_starts if layout.cut else layout.chunk_elements
     return chunks, jobs
+
+
+def _jobs_of_grid(grid: Grid, starts: Rows, stops: Rows, begins: Rows) -> tuple[Rows, NDArray[Any]]:
+    """How to decode whole rows of chunks that hold parts of rows (dtype PART)."""
+    run, bands, first_rows, stop_rows = grid.bands(starts, stops)
+    columns, lengths, of_row, parts = grid.pieces
+    chunks = (grid.first_chunks(bands)[:, None] + of_row).reshape(-1)
+    jobs = np.empty((len(bands), len(columns)), PART)
+    jobs["begin"] = (begins[run] + first_rows * grid.row_elements - starts[run])[:, None]
+    jobs["first"] = ((first_rows - bands * grid.chunk[0]) * grid.part_elements)[:, None] + parts
+    jobs["stop"] = jobs["first"] + lengths
+    jobs["elements"] = math.prod(grid.chunk)
+    jobs["rows"], jobs["column"] = (stop_rows - first_rows)[:, None], columns
+    order = np.argsort(chunks, kind="stable")
+    return chunks[order], jobs.reshape(-1)[order]

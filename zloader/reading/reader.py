@@ -19,7 +19,7 @@ from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import Needed, batches, planner_of
 from zloader.reading.resources import Resources
 from zloader.reading.shard_indexes import ShardIndexes, explained
-from zloader.storage.decode import Decoder
+from zloader.storage.decode import Decoder, columns_of
 from zloader.storage.layout import ArrayLayout, ChunkSpan, distinct, total_bytes
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
@@ -126,6 +126,10 @@ class ArrayReader:
         absent = jobs[~here]
         if len(absent):
             self.layout.check_bounds(np.atleast_1d(self.layout.fill_value))
+        if (grid := self.layout.grid) is not None:
+            for _, _, _, begin, first, stop, _, rows, column in absent.tolist():
+                columns_of(grid, out, begin, rows)[:, column : column + stop - first] = self.layout.fill_value
+            return
         for begin, n in zip(absent["begin"].tolist(), (absent["stop"] - absent["first"]).tolist(), strict=True):
             out[begin : begin + n] = self.layout.fill_value
 

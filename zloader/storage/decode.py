@@ -26,7 +26,7 @@ from zloader.common.errors import CorruptChunkError
 from zloader.common.records import Rows
 from zloader.storage import hdf5_filters
 from zloader.storage.coders import chain_of, decode_within, number, sizes_before
-from zloader.storage.layout import ArrayLayout
+from zloader.storage.layout import ArrayLayout, Grid
 
 Bytes = NDArray[np.uint8]
 
@@ -56,11 +56,13 @@ class Decoder:
     def decode_all(
         self, reads: Sequence[bytes | Bytes], chunks: NDArray[Any], out: NDArray[Any]
     ) -> list[tuple[int, CorruptChunkError]]:
-        """Fills `out` with the needed elements of `chunks` (dtype CHUNK).
+        """Fills `out` with the needed elements of `chunks` (dtype CHUNK, or PART in a grid).
 
         Returns the position and the error of each that is corrupt or violates the layout's bound `below`.
         """
         views, corrupt = [np.frombuffer(read, np.uint8) for read in reads], []
+        if self._layout.grid is not None:
+            return self._decode_parts(self._layout.grid, views, chunks, out)
         # Used again, as fresh memory costs page faults.
         scratch = np.empty(self._layout.chunk_elements if len(chunks) else 0, self._dtype)
         at, whole = (-1, -1), scratch  # what was decoded last
@@ -80,6 +82,26 @@ class Decoder:
             else:
                 if whole is not needed:
                     needed[:] = whole[first:stop]
+        return corrupt
+
+    def _decode_parts(
+        self, grid: Grid, views: Sequence[Bytes], parts: NDArray[Any], out: NDArray[Any]
+    ) -> list[tuple[int, CorruptChunkError]]:
+        whole = np.empty(self._layout.chunk_elements if len(parts) else 0, self._dtype)
+        corrupt: list[tuple[int, CorruptChunkError]] = []
+        done, bad = (-1, -1), False
+        for i, (read, offset, size, begin, first, stop, _, rows, column) in enumerate(parts.tolist()):
+            if done != (read, offset):
+                done, bad = (read, offset), False
+                try:
+                    self._decode_whole(views[read][offset : offset + size], whole)
+                except CorruptChunkError as error:
+                    bad = True
+                    corrupt.append((i, error))
+            if not bad:
+                row, place = divmod(first, grid.part_elements)
+                part = whole.reshape(-1, grid.part_elements)[row : row + rows, place : place + stop - first]
+                columns_of(grid, out, begin, rows)[:, column : column + stop - first] = part
         return corrupt
 
     def _decode_at_once(
@@ -189,6 +211,15 @@ _RESIDUE = np.uint32(0x48674BC7)
 # Decoded it has so many `elements`. A chunk of which several pieces are needed is given once for each, one after
 # another, and is decoded once.
 CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin", "first", "stop", "elements")])
+# The same for a chunk of a grid, of which so many `rows` are needed, one after another in the chunk, too. `first` and
+# `stop` are those of the first row. From `begin` on there are whole rows, and the elements belong to `column` of each.
+PART = np.dtype([*CHUNK.descr, ("rows", np.int64), ("column", np.int64)])
+
+
+def columns_of(grid: Grid, out: NDArray[Any], begin: int, rows: int) -> NDArray[Any]:
+    """Rows of an array of rows, from the element `begin` on, as rows x columns."""
+    n = grid.row_elements
+    return out[begin : begin + rows * n].reshape(rows, n)
 
 
 @compiled

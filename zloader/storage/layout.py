@@ -2,14 +2,15 @@
 
 Every array is treated as a flat sequence of elements. In CSR, `indices` and `data` are such sequences, and `indptr`
 gives the elements of each row. In a dense matrix of n genes, row r owns elements r*n to (r+1)*n. A chunk holds
-`chunk_elements` consecutive elements. A shard is one stored object with one or more chunks (placement.py says where in
-it).
+`chunk_elements` consecutive elements, or parts of some rows if the array is cut by columns, too (`Grid`). A shard is
+one stored object with one or more chunks (placement.py says where in it).
 
 All functions are vectorised; their cost is proportional to the rows or chunks given, not to the array.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +18,101 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
+from zloader.common.errors import CorruptChunkError, FormatError, MissingObjectError, TruncatedObjectError
+from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
 from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement
 from zloader.storage.row_offsets import RowOffsets
 
 _MOST_ELEMENTS = 1 << 62  # damaged metadata may claim more
+_MOST_PIECES = 1 << 20  # of a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Chunks that hold parts of rows, `chunk` elements along each dimension of an array of this `shape`.
+
+    An object takes `outer` elements along each dimension: one or more chunks. Chunks are numbered object by object, in
+    row-major order within each, and so are those of edges that no element is in. A band is a row of chunks.
+    """
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    outer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: str, shape: Sequence[int], chunk: Sequence[int], outer: Sequence[int]) -> Grid | None:
+        """The grid of an array; None if its chunks hold whole rows. Raises FormatError for damaged metadata."""
+        if not shape:
+            raise FormatError(f"{path} is a single value, without rows")
+        grid = cls(shape=tuple(shape), chunk=tuple(chunk), outer=tuple(outer))
+        sizes = list(zip(grid.shape, grid.chunk, grid.outer, strict=True))
+        if any(whole > 0 and (size < 1 or within < size or within % size) for whole, size, within in sizes):
+            raise FormatError(f"{path} has chunks of {chunk} in objects of {outer}: its metadata is damaged")
+        if not math.prod(shape) or all(whole == size == within for whole, size, within in sizes[1:]):
+            return None
+        if math.prod(shape[1:-1]) * -(-shape[-1] // chunk[-1]) > _MOST_PIECES:
+            raise FormatError(
+                f"{path} has chunks of {chunk}, which cut a row of {shape} into more than {_MOST_PIECES} pieces: run "
+                "'zloader convert' on it"
+            )
+        return grid
+
+    @property
+    def chunks_per_object(self) -> int:
+        """Chunks that an object has room for."""
+        return math.prod(within // size for within, size in zip(self.outer, self.chunk, strict=True))
+
+    @property
+    def objects(self) -> tuple[int, ...]:
+        """Objects along each dimension."""
+        return tuple(-(-whole // within) for whole, within in zip(self.shape, self.outer, strict=True))
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def part_elements(self) -> int:
+        """Elements of a row in a chunk, which follow one another."""
+        return math.prod(self.chunk[1:])
+
+    @cached_property
+    def pieces(self) -> tuple[Rows, Rows, Rows, Rows]:
+        """The pieces of row 0 that lie in one piece in a chunk, too: where they begin in the row, their lengths, their
+        chunks, and where they begin there.
+        """
+        steps = [1] * (len(self.shape) - 2) + [self.chunk[-1]]
+        sizes = zip(self.shape[1:], steps, strict=True)
+        places = np.meshgrid(*(np.arange(0, size, step) for size, step in sizes), indexing="ij")
+        begins, objects, within, parts = (np.zeros(places[0].shape, np.int64) for _ in range(4))
+        for place, whole, size, outer, n in zip(
+            places, self.shape[1:], self.chunk[1:], self.outer[1:], self.objects[1:], strict=True
+        ):
+            begins, parts = begins * whole + place, parts * size + place % size
+            objects, within = objects * n + place // outer, within * (outer // size) + place % outer // size
+        lengths = np.minimum(self.chunk[-1], self.shape[-1] - places[-1])
+        chunks = objects * self.chunks_per_object + within
+        return begins.reshape(-1), lengths.reshape(-1), chunks.reshape(-1), parts.reshape(-1)
+
+    def first_chunks(self, bands: Rows) -> Rows:
+        """The chunks of the first elements of bands."""
+        per_object = self.outer[0] // self.chunk[0]
+        objects, within = np.divmod(bands, per_object)
+        across = math.prod(self.objects[1:])
+        return (objects * (across * per_object) + within) * (self.chunks_per_object // per_object)
+
+    def bands(self, starts: Rows, stops: Rows) -> tuple[Rows, Rows, Rows, Rows]:
+        """Whole rows, given as the elements `[start, stop)` of some runs of them, cut where bands end.
+
+        Returns the run and the band of each part, and its rows `[first, stop)`.
+        """
+        firsts, lasts = starts // self.row_elements, stops // self.row_elements
+        height = self.chunk[0]
+        counts = (lasts - 1) // height + 1 - firsts // height
+        run, bands = np.repeat(np.arange(len(starts)), counts), expand(firsts // height, counts)
+        return run, bands, np.maximum(firsts[run], bands * height), np.minimum(lasts[run], (bands + 1) * height)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +138,8 @@ class ArrayLayout:
     cut: bool = False
     # Every element must be in range(below); None means no bound. Gene indices are checked because they index memory.
     below: int | None = None
+    # How chunks hold parts of rows. None if they hold whole rows, or elements of a vector.
+    grid: Grid | None = None
 
     @classmethod
     def plain(
@@ -71,7 +163,19 @@ class ArrayLayout:
     @property
     def n_chunks(self) -> int:
         """Number of chunks."""
+        if self.grid is not None:
+            return math.prod(self.grid.objects) * self.chunks_per_shard
         return -(-self.n_elements // self.chunk_elements)
+
+    @property
+    def band_elements(self) -> int:
+        """Elements of whole rows that a chunk holds, or that the chunks of a band hold together."""
+        return self.chunk_elements if self.grid is None else self.grid.chunk[0] * self.grid.row_elements
+
+    @property
+    def n_bands(self) -> int:
+        """Number of bands, or of chunks if they hold whole rows."""
+        return -(-self.n_elements // self.band_elements)
 
     @property
     def n_shards(self) -> int:
@@ -181,6 +285,10 @@ def distinct(numbers: Rows) -> Rows:
 def chunks_of(starts: Rows, stops: Rows, layout: ArrayLayout) -> Rows:
     """The distinct chunks that hold the elements `[start, stop)` of all pairs, in ascending order."""
     filled = stops > starts
+    if layout.grid is not None:
+        _, bands, _, _ = layout.grid.bands(starts[filled], stops[filled])
+        firsts, (_, _, of_row, _) = layout.grid.first_chunks(distinct(bands)), layout.grid.pieces
+        return distinct((firsts[:, None] + distinct(of_row)).reshape(-1))
     first = layout.chunk_of(starts[filled])
     last = layout.chunk_of(stops[filled] - 1)
     # Rows of a block are adjacent, so most pairs repeat the chunks of the pair before. Drop the repeats first.

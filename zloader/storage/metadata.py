@@ -10,7 +10,7 @@ import numpy as np
 
 from zloader.common.errors import FormatError
 from zloader.storage.coders import PREFIX
-from zloader.storage.layout import ArrayLayout
+from zloader.storage.layout import ArrayLayout, Grid
 from zloader.storage.placement import Placement
 
 SHARDING = "sharding_indexed"
@@ -45,7 +45,8 @@ def layout_of(array: Any, *, absent_is_fill: bool) -> ArrayLayout:
 def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
     """The layout of an array from its `zarr.json` (v3) or `.zarray` (v2).
 
-    Raises FormatError if the array cannot be read: another Zarr version, chunks that split rows, or big-endian bytes.
+    Raises FormatError if the array cannot be read: another Zarr version, elements in column-major order, or big-endian
+    bytes.
     """
     version = metadata.get("zarr_format")
     if version not in (2, 3):
@@ -57,7 +58,7 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
     codecs = tuple(metadata["codecs"])
     sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == SHARDING else None
     inner = tuple(sharding["chunk_shape"]) if sharding else outer
-    require_whole_rows(path, shape, inner, outer)
+    grid = Grid.of(path, shape, inner, outer)
     of_index = sharding["index_codecs"] if sharding else []
     index_codecs = [codec["name"] for codec in of_index if codec.get("configuration", {}).get("endian") != "big"]
     known_index = len(index_codecs) == len(of_index) and index_codecs in ([], ["bytes"], ["bytes", "crc32c"])
@@ -71,20 +72,22 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
         path=path,
         dtype=number_dtype(path, metadata["data_type"]),
         n_elements=math.prod(shape),
-        chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # would be 0 without genes
+        # It would be 0 without genes.
+        chunk_elements=max(1, inner[0] * math.prod(shape[1:]) if grid is None else math.prod(inner)),
         codecs=tuple(sharding["codecs"]) if sharding else codecs,
         placement=Placement(
             path=path,
-            chunks_per_object=max(1, outer[0] // max(1, inner[0])),
+            chunks_per_object=max(1, outer[0] // max(1, inner[0])) if grid is None else grid.chunks_per_object,
             sharded=sharding is not None,
             index_checksum="crc32c" in index_codecs,
             index_at_end=not sharding or sharding.get("index_location", "end") == "end",
             prefix=f"c{separator}" if is_default else "",
             separator=separator,
-            n_dims=len(shape),
+            across=(1,) * (len(shape) - 1) if grid is None else grid.objects[1:],
         ),
         fill_value=0 if fill_value is None else fill_value,
         absent_is_fill=absent_is_fill,
+        grid=grid,
     )
 
 
@@ -112,19 +115,6 @@ def _codecs_v2(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = [dict(coder if isinstance(coder, Mapping) else coder.get_config()) for coder in coders]
     codecs = [{"name": f"{PREFIX}{coder.pop('id')}", "configuration": coder} for coder in found]
     return [*codecs[: len(filters)], {"name": "bytes"}, *codecs[len(filters) :]]
-
-
-def require_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]) -> None:
-    """Raises FormatError unless chunks hold whole rows. Chunks wider than a row, which pad rows, are refused too."""
-    if not shape:
-        raise FormatError(f"{path} is a single value, without rows")
-    if shape[0] and not all(grid[0] for grid in grids):
-        raise FormatError(f"{path} has chunks of {' in shards of '.join(map(str, grids))}: its metadata is damaged")
-    if any(size != max(1, whole) for grid in grids for size, whole in zip(grid[1:], shape[1:], strict=True)):
-        raise FormatError(
-            f"{path} has chunks of {' in shards of '.join(map(str, grids))}, which do not hold whole rows of {shape}: "
-            "run 'zloader convert' on it"
-        )
 
 
 def number_dtype(path: str, data_type: Any) -> np.dtype[Any]:

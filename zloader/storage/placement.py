@@ -25,9 +25,9 @@ Index = NDArray[np.uint64]  # the offset and size of each chunk of an object, in
 class Placement:
     """Objects of the Zarr array `path`: shards (https://zarr-specs.readthedocs.io, v3, sharding codec), or chunks.
 
-    A key is the path, `prefix` ("c" and the separator; empty in Zarr v2) and the position of the object in each of
-    `n_dims` dimensions, of which only the first is divided. With a `table`, as of an array in an HDF5 file, all chunks
-    are in the one object `path`, which may be seen as several, of `chunks_per_object` chunks each.
+    A key is the path, `prefix` ("c" and the separator; empty in Zarr v2) and the position of the object in each
+    dimension. Those after the first have so many objects each: `across`. With a `table`, as of an array in an HDF5
+    file, all chunks are in the one object `path`, which may be seen as several, of `chunks_per_object` chunks each.
     """
 
     path: str
@@ -37,7 +37,7 @@ class Placement:
     index_at_end: bool = True
     prefix: str = "c/"
     separator: str = "/"
-    n_dims: int = 1
+    across: tuple[int, ...] = ()
     table: Index | None = field(default=None, compare=False)
 
     @property
@@ -58,7 +58,11 @@ class Placement:
         """The key of an object, relative to the store."""
         if self.table is not None:
             return self.path
-        return f"{self.path}/{self.prefix}" + self.separator.join([str(number), *["0"] * (self.n_dims - 1)])
+        position: list[int] = []
+        for n in reversed(self.across):
+            number, place = divmod(number, n)
+            position.append(place)
+        return f"{self.path}/{self.prefix}" + self.separator.join(map(str, [number, *reversed(position)]))
 
     def index(self, number: int, object_size: int) -> Span | Index:
         """The span of the index in a shard of `object_size` bytes; or the index itself, if it need not be read.

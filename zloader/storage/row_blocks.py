@@ -54,7 +54,7 @@ class RowForm:
         n_bytes = sum(array.n_elements * array.dtype.itemsize for array in matrix.arrays)
         if genes is None:
             row_bytes = max(1, matrix.n_genes * values.itemsize)
-            chunk_rows = max(1, matrix.values.chunk_elements // max(1, matrix.n_genes))
+            chunk_rows = max(1, matrix.values.band_elements // max(1, matrix.n_genes))
             size = _dense_rows(chunk_rows, row_bytes)
             return cls(
                 name=name, n_rows=n_rows, block_rows=size, genes=None, values=values, width=matrix.n_genes,

@@ -366,8 +366,8 @@ class _FileArray(StoredArray):
         self._layout = None
         try:
             layout = file.array_layout(path)
-            if not array.size:
-                raise FormatError(f"{path} is empty")
+            if not array.size or layout.grid is not None:
+                raise FormatError(f"{path} is empty, or its chunks hold parts of rows")
             Decoder(layout)
         except FormatError:  # such as strings
             row_bytes = max(1, array.dtype.itemsize * math.prod(array.shape[1:]))

@@ -188,7 +188,7 @@ def _in_order(table: Index) -> bool:
 
 
 def _layout(array: zarr.Array[Any], *, absent_is_fill: bool) -> ArrayLayout | None:
-    """The layout of an array, or None if zloader's decoder does not support it."""
+    """The layout of an array, or None if zloader's decoder does not support it, or if chunks hold parts of rows."""
     if array.ndim == 0 or array.size == 0 or array.dtype.kind not in "biuf":
         return None
     try:
@@ -196,7 +196,7 @@ def _layout(array: zarr.Array[Any], *, absent_is_fill: bool) -> ArrayLayout | No
         Decoder(layout)
     except FormatError:
         return None
-    return layout
+    return layout if layout.grid is None else None
 
 
 class ElementStream:

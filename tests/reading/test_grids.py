@@ -1,0 +1,167 @@
+"""Rows of arrays whose chunks hold parts of rows: the plan and the decoder bring what zarr reads."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zloader.common.errors import FormatError
+from zloader.reading.read_plan import Needed
+from zloader.reading.reader import ChunkReads
+from zloader.storage.decode import Decoder, columns_of
+from zloader.storage.layout import ArrayLayout, Grid, chunk_spans, chunks_of, distinct
+from zloader.storage.metadata import layout_of
+from zloader.storage.placement import ABSENT, ObjectIndex
+
+# shape, chunks, shards (None: not sharded)
+GRIDS: dict[str, Any] = {
+    "as anndata writes it": ((300, 70), (75, 18), None),
+    "dividing": ((24, 6), (8, 3), None),
+    "ragged": ((37, 7), (5, 3), None),
+    "one column": ((37, 7), (5, 1), None),
+    "one row": ((37, 7), (1, 3), None),
+    "one element": ((5, 4), (1, 1), None),
+    "all rows": ((37, 7), (37, 2), None),
+    "wider than rows": ((37, 7), (5, 8), None),
+    "larger than the array": ((3, 2), (5, 8), None),
+    "sharded": ((37, 7), (4, 2), (8, 4)),
+    "shards of whole rows": ((37, 7), (4, 7), (8, 14)),
+    "shards of one chunk": ((37, 7), (4, 2), (4, 2)),
+    "shards over all columns": ((37, 7), (4, 2), (8, 8)),
+    "shards over all rows": ((37, 7), (4, 2), (40, 2)),
+    "one shard": ((37, 7), (4, 2), (40, 8)),
+    "three dimensions": ((13, 5, 6), (4, 2, 4), None),
+    "three dimensions, sharded": ((13, 5, 6), (4, 2, 3), (8, 4, 6)),
+    "three dimensions, the last one whole": ((13, 5, 6), (4, 2, 6), None),
+}
+
+
+def rows_of(root: Path, layout: ArrayLayout, rows: np.ndarray) -> np.ndarray:
+    """Some rows of an array, by the plan of their reads, plain file reads and the decoder."""
+    width = layout.grid.row_elements
+    needed = Needed.of(layout, rows * width, (rows + 1) * width)
+    chunks = distinct(needed.chunks)
+    np.testing.assert_array_equal(chunks, chunks_of(rows * width, (rows + 1) * width, layout))
+    indexes = {}
+    for shard in distinct(chunks // layout.chunks_per_shard).tolist():
+        file = root / layout.shard_key(shard)
+        found = layout.find_index(shard, file.stat().st_size if file.exists() else None, str(root))
+        if not isinstance(found, np.ndarray):
+            found = layout.placement.parse(file.read_bytes()[found.start : found.stop], shard, file.stat().st_size)
+        indexes[shard] = ObjectIndex(found)
+    spans, absent = chunk_spans(layout, chunks, indexes, gap_bytes=64, max_read_bytes=200)
+    reads = ChunkReads(spans)
+    stored = [(root / each.span.key).read_bytes()[each.span.start : each.span.stop] for each in spans]
+    at, here = reads.find(needed.chunks)
+    np.testing.assert_array_equal(distinct(needed.chunks[~here]), absent)
+    jobs, out = needed.jobs[here], np.full(needed.n_elements, 99, layout.dtype)
+    _, jobs["read"], jobs["offset"], jobs["size"] = (of_chunk[at[here]] for of_chunk in reads.table)
+    assert not Decoder(layout).decode_all(stored, jobs, out)
+    for job in needed.jobs[~here]:
+        columns = slice(job["column"], job["column"] + job["stop"] - job["first"])
+        columns_of(layout.grid, out, job["begin"], job["rows"])[:, columns] = layout.fill_value
+    return np.stack([out[begin : begin + width] for begin in needed.begins]) if len(rows) else out.reshape(0, width)
+
+
+@pytest.mark.parametrize(
+    ("name", "zarr_format"), [(name, form) for name in GRIDS for form in (2, 3) if form == 3 or GRIDS[name][2] is None]
+)
+def test_rows_are_those_that_zarr_reads(tmp_path: Path, name: str, zarr_format: int) -> None:
+    shape, chunks, shards = GRIDS[name]
+    rng = np.random.default_rng(1)
+    values = rng.integers(1, 1000, shape).astype("u2")
+    values[: shape[0] // 2, : shape[1] // 2] = 0  # chunks of which are not written
+    array = zarr.create_array(
+        tmp_path / "X", shape=shape, chunks=chunks, shards=shards, dtype="u2", fill_value=0, zarr_format=zarr_format
+    )
+    array[...] = values
+    layout = layout_of(_named(array), absent_is_fill=True)
+    assert layout.grid is not None
+    assert layout.n_elements == values.size
+    assert layout.n_bands == math.ceil(shape[0] / chunks[0])
+    written = {str(file.relative_to(tmp_path)) for file in (tmp_path / "X").rglob("*") if file.is_file()}
+    assert written - {"X/zarr.json", "X/.zarray", "X/.zattrs"} <= {
+        layout.shard_key(shard) for shard in range(layout.n_shards)
+    }
+    flat = values.reshape(shape[0], -1)
+    for rows in ([], [0], [shape[0] - 1], np.arange(shape[0]), rng.integers(0, shape[0], 30), [2, 1, 1, 0]):
+        rows = np.asarray(rows, np.int64) % shape[0]
+        np.testing.assert_array_equal(rows_of(tmp_path, layout, rows), flat[rows])
+
+
+def _named(array: Any) -> Any:
+    return zarr.open_array(array.store_path.store.root.parent, path="X", mode="r")
+
+
+@given(data=st.data())
+def test_every_element_has_one_place(data: st.DataObject) -> None:
+    """A chunk and a place in it, where NumPy finds it, too."""
+    n_dims = data.draw(st.integers(2, 3))
+    sizes = st.lists(st.integers(1, 6), min_size=n_dims, max_size=n_dims)
+    shape, chunk, times = data.draw(sizes), data.draw(sizes), data.draw(sizes)
+    outer = [size * n for size, n in zip(chunk, times, strict=True)]
+    grid = Grid.of("X", shape, chunk, outer)
+    if grid is None:
+        assert chunk[1:] == shape[1:] == outer[1:]
+        return
+    objects = [-(-whole // size) for whole, size in zip(shape, outer, strict=True)]
+    assert list(grid.objects) == objects
+    begins, lengths, chunks, parts = grid.pieces
+    for row in range(shape[0]):
+        found = {}
+        first = int(grid.first_chunks(np.array([row // chunk[0]]))[0])
+        for begin, n, number, part in zip(begins, lengths, chunks, parts, strict=True):
+            for step in range(int(n)):
+                place = row % chunk[0] * grid.part_elements + part + step
+                found[int(begin) + step] = (first + int(number), int(place))
+        assert sorted(found) == list(range(math.prod(shape[1:])))
+        for flat, place in found.items():
+            at = (row, *np.unravel_index(flat, shape[1:]))
+            of_object = np.ravel_multi_index([int(i) // size for i, size in zip(at, outer, strict=True)], objects)
+            within = [int(i) % big // size for i, big, size in zip(at, outer, chunk, strict=True)]
+            number = of_object * math.prod(times) + np.ravel_multi_index(within, times)
+            in_chunk = np.ravel_multi_index([int(i) % size for i, size in zip(at, chunk, strict=True)], chunk)
+            assert place == (number, in_chunk)
+
+
+WRONG: dict[str, Any] = {
+    "no rows": ((40, 6), (0, 6), (0, 6)),
+    "no columns": ((40, 6), (8, 0), (8, 0)),
+    "shards that cut chunks": ((40, 6), (4, 3), (6, 6)),
+    "shards smaller than chunks": ((40, 6), (8, 6), (4, 6)),
+    "a negative size": ((40, 6), (-8, 6), (-8, 6)),
+}
+
+
+@pytest.mark.parametrize(("shape", "chunk", "outer"), WRONG.values(), ids=WRONG.keys())
+def test_damaged_grids_are_refused(shape: Any, chunk: Any, outer: Any) -> None:
+    with pytest.raises(FormatError, match=r"X has chunks of .* is damaged"):
+        Grid.of("X", shape, chunk, outer)
+
+
+def test_rows_in_too_many_pieces_are_refused() -> None:
+    """Damaged metadata may claim any number of columns."""
+    with pytest.raises(FormatError, match=r"X has chunks of \(8, 1\), which cut a row .*: run 'zloader convert'"):
+        Grid.of("X", (40, 10**15), (8, 1), (8, 1))
+
+
+def test_chunks_that_were_not_written_are_absent_in_shards_of_both_axes(tmp_path: Path) -> None:
+    values = np.zeros((16, 8), "f4")
+    values[9, 5] = 3
+    array = zarr.create_array(tmp_path / "X", shape=(16, 8), chunks=(2, 2), shards=(8, 4), dtype="f4", fill_value=0)
+    array[...] = values
+    layout = layout_of(_named(array), absent_is_fill=True)
+    shards = [tmp_path / layout.shard_key(number) for number in range(4)]
+    assert [shard.exists() for shard in shards] == [False, False, False, True]
+    size = shards[3].stat().st_size
+    span = layout.find_index(3, size, "")
+    table = layout.placement.parse(shards[3].read_bytes()[span.start : span.stop], 3, size)
+    assert np.flatnonzero(table[:, 0] != ABSENT).tolist() == [0]
+    np.testing.assert_array_equal(rows_of(tmp_path, layout, np.arange(16)), values)
