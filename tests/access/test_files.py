@@ -27,7 +27,7 @@ from zloader.common.errors import (
 )
 from zloader.common.options import FetchOptions
 from zloader.common.records import ReadClock, Span
-from zloader.reading.back_pressure import ByteBudget
+from zloader.reading.gates import ByteBudget
 from zloader.reading.resources import Counters, Resources
 
 pytestmark = pytest.mark.any_version

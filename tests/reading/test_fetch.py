@@ -23,7 +23,6 @@ from zloader.caching.mirror import Mirror, open_rows
 from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadError
 from zloader.order.plan import Fetch, Plan
 from zloader.reading import gather
-from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
@@ -69,11 +68,7 @@ def run(part, source, fetches, *, mirror=None, options=None):
     """All minibatches of some fetches, and the scheduler's counters."""
     options = options or zl.FetchOptions()
     scheduler = scheduler_of(part, source, mirror=mirror, options=options)
-
-    async def produce(put):
-        await scheduler.run(fetches, put)
-
-    return list(Bridge(produce, ready_bytes=options.ready_bytes, name="test")), scheduler.counters
+    return list(scheduler.start(fetches, name="test")), scheduler.counters
 
 
 def plan(**options) -> list[Fetch]:
@@ -107,13 +102,10 @@ def test_minibatches_that_take_more_than_was_gathered_are_made_one_by_one(store,
     cutting = Cutting(cut=cut, grows=grows)
     recipe = Recipe(x={"X": [part_of(store)]}, form=Form(dense=False, dtype="int64"), cutting=cutting)
     put = []
-
-    async def keep(items, n_bytes):
-        assert n_bytes == 100_000_000 * len(items)
-        put.append(items)
-
     fetches = plan(fetch_factor=8, batch_size=4, drop_last=True)
-    asyncio.run(FetchScheduler(recipe, zl.FetchOptions(), BufferPool()).run(fetches, keep))
+    bridge = FetchScheduler(recipe, zl.FetchOptions(), BufferPool()).start(fetches, name="test")
+    while group := bridge.next_group():
+        put.append(group)
     assert max(map(len, put)) == size
     rows = np.concatenate([item.index for items in put for item in items])
     assert rows.tolist() == np.concatenate([fetch.rows[fetch.order] for fetch in fetches]).tolist()
@@ -233,13 +225,9 @@ def test_the_first_failed_read_is_raised_after_the_minibatches_before_it(store, 
     fetches = plan(sampling=zl.Streaming())
     source = FakeSource(store, faults=[Fault(kind="error", key="X/data/c/3$")], seed=seed)
     scheduler = scheduler_of(part_of(store), source, options=zl.FetchOptions(prefetch=1))
-
-    async def produce(put):
-        await scheduler.run(fetches, put)
-
     taken = []
     with pytest.raises(ReadError, match="scripted fault: X/data/c/3 bytes"):
-        taken.extend(Bridge(produce, ready_bytes=1 << 20, name="test"))
+        taken.extend(scheduler.start(fetches, name="test"))
     rows = check(taken)
     assert rows.tolist() == list(range(len(rows)))  # a prefix, nothing skipped
 
@@ -339,15 +327,14 @@ def test_an_epoch_that_waits_for_reads_loads_further_ahead(store):
             yield fetch
 
     scheduler = scheduler_of(part_of(store), Slow(store), options=zl.FetchOptions(prefetch=6))
+    make = scheduler._make
 
-    async def produce(put):
-        async def counted(minibatches, n_bytes):
-            begun_before.append(len(begun))
-            await put(minibatches, n_bytes)
+    def counted(*arguments):
+        begun_before.append(len(begun))
+        return make(*arguments)
 
-        await scheduler.run(fetches(), counted)
-
-    assert sum(len(minibatch.index) for minibatch in Bridge(produce, ready_bytes=1 << 20, name="test")) == 300
+    scheduler._make = counted
+    assert sum(len(minibatch.index) for minibatch in scheduler.start(fetches(), name="test")) == 300
     ahead = [n - first for first, n in enumerate(begun_before)]
     assert begun_at_first == [3]
     assert max(ahead) > 4

@@ -12,10 +12,9 @@ from helpers import counts, write_store
 import zloader as zl
 from zloader.order.plan import Plan
 from zloader.reading import gather
-from zloader.reading.back_pressure import ByteBudget
-from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
+from zloader.reading.gates import ByteBudget
 from zloader.reading.matrix_parts import opened_readers
 from zloader.reading.matrix_rows import PlannedRows
 from zloader.reading.recipe import Recipe
@@ -68,18 +67,12 @@ def epoch_of(dataset, names, *, batch_size, fetch_factor, dense=False, memory="2
     options, pool, groups = zl.FetchOptions(memory=memory), CountedPool(), []
     matrices = {name: dataset.matrices.parts(name, options) for name in names}
     scheduler = FetchScheduler(Recipe(x=matrices, form=Form(dense=dense, dtype="float64")), options, pool)
-    budget = scheduler._gates.room = CountedBudget(options.buffer_bytes)
+    budget = scheduler._room = CountedBudget(options.buffer_bytes)
     plan = Plan(dataset_rows=N_ROWS, sampling=zl.Streaming(), batch_size=batch_size, fetch_factor=fetch_factor)
-
-    async def produce(put):
-        async def counted(minibatches, n_bytes):
-            groups.append((len(minibatches), n_bytes))
-            await put(minibatches, n_bytes)
-
-        await scheduler.run(plan.fetches(), counted)
-
-    n_minibatches = sum(1 for _ in Bridge(produce, ready_bytes=options.ready_bytes, name="test"))
-    assert n_minibatches == plan.n_minibatches == sum(size for size, _ in groups)
+    bridge = scheduler.start(plan.fetches(), name="test")
+    while group := bridge.next_group():
+        groups.append((len(group), sum(minibatch.nbytes for minibatch in group)))
+    assert plan.n_minibatches == sum(size for size, _ in groups)
     return budget.acquired, pool.taken, groups
 
 

@@ -57,8 +57,8 @@ class FetchOptions:
         in_flight_bytes: Stored bytes being read or decoded. Default: a sixteenth of `memory`. 64 MiB sustains 400 MB/s
             when a read takes 160 ms from request to last byte.
         buffer_bytes: Fetches that are loaded but not yet gathered. Default: nine sixteenths of `memory`.
-        ready_bytes: Minibatches being gathered, which may take three quarters of it, or waiting for the consumer. One
-            minibatch may be larger, and should not be. Default: three sixteenths of `memory`.
+        ready_bytes: Minibatches that are being gathered, or wait for the consumer. One minibatch may be larger, and
+            should not be. Default: three sixteenths of `memory`.
 
     Reads:
         gap_bytes: Two ranges with at most this many bytes between them are read together. Default: 64 KiB, which costs

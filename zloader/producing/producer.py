@@ -23,7 +23,6 @@ from zloader.common.messages import printable_lines
 from zloader.common.options import FetchOptions
 from zloader.order.plan import Fetch, Plan, Remaining
 from zloader.producing.window import LANES
-from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.matrix_rows import held_share
@@ -98,19 +97,15 @@ class Groups(Iterator[tuple[Sequence[Any], Counters]]):
     Any thread may close it, which ends a waiting `next`. Raises CarriedError.
     """
 
-    def __init__(self, scheduler: FetchScheduler, fetch: Fetch, ready_bytes: int) -> None:
+    def __init__(self, scheduler: FetchScheduler, fetch: Fetch) -> None:
         self._counters = scheduler.counters
-
-        async def produce(put: Put[Sequence[Any]]) -> None:
-            await scheduler.run([fetch], lambda items, n_bytes: put([items], n_bytes))
-
-        self._bridge = Bridge(produce, ready_bytes=ready_bytes, name="zloader-fetch")
+        self._bridge = scheduler.start([fetch], name="zloader-fetch")
         self.close = self._bridge.close
 
     def __next__(self) -> tuple[Sequence[Any], Counters]:
         with carrying():
-            group = next(self._bridge, None)
-        if group is None:
+            group = self._bridge.next_group()
+        if not group:
             raise StopIteration
         return [_sendable(item) for item in group], self._counters
 
@@ -133,7 +128,7 @@ class Producer:
         """Begins to make what remains of a fetch, as the recipe has it.
 
         `plan` is the plan of epoch `number` of those that are produced. Minibatches that are made, and not yet taken,
-        have up to a quarter of `ready_bytes`, and a group a sixteenth of it, or one minibatch each.
+        have up to `ready_bytes`, and a group a sixteenth of it, or one minibatch each.
         """
         epoch_plan, recipe = self._opened(number, plan)
         options = self._recipes.options
@@ -145,7 +140,7 @@ class Producer:
         )
         with carrying():
             scheduler = FetchScheduler(recipe.with_parts(self._recipes.own_parts), options, self._buffers)
-            return Groups(scheduler, epoch_plan.rest_of(remaining), options.ready_bytes // 4)
+            return Groups(scheduler, epoch_plan.rest_of(remaining))
 
     def held(self, number: int, plan: Any, coming: Sequence[Remaining]) -> list[float]:
         """The share of each of these fetches that the mirrors of this machine hold."""

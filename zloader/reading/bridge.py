@@ -1,13 +1,15 @@
 """Runs a coroutine on its own thread and hands its items to synchronous code.
 
-The coroutine puts groups of items, and waits once `ready_bytes` of them are queued. Closing the bridge cancels the
-coroutine and joins the thread; leaving a loop, garbage collection and interpreter exit close it, too. An error in the
-coroutine is raised in the consumer, after the items that were put before it.
+The coroutine puts groups of items, and waits once `ready_bytes` of them are queued. A coroutine that makes items in
+several threads claims their bytes before it makes them. Closing the bridge cancels the coroutine and joins the thread;
+leaving a loop, garbage collection and interpreter exit close it, too. An error in the coroutine is raised in the
+consumer, after the items that were put before it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import queue
 import threading
@@ -19,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from zloader.common.concurrent_calls import require_main_thread
 from zloader.common.errors import ForkError
-from zloader.reading.back_pressure import ByteBudget
+from zloader.reading.gates import ByteBudget
 
 Item = TypeVar("Item")
 
@@ -28,19 +30,18 @@ class _Channel(Generic[Item]):
     """The state shared by the two threads. It does not refer to the Bridge, so a dropped Bridge is collected."""
 
     def __init__(self, ready_bytes: int) -> None:
-        self.ready_bytes = ready_bytes
+        self.budget = ByteBudget(ready_bytes)
         self.taken: queue.SimpleQueue[tuple[Sequence[Item], int] | BaseException | None] = queue.SimpleQueue()
         # Reentrant, because garbage collection may close a dropped Bridge on a thread that already holds its lock.
         self.lock = threading.RLock()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.task: asyncio.Task[None] | None = None
-        self.budget: ByteBudget | None = None
         self.closed = False
 
     def give_back(self, n_bytes: int) -> None:
         """Returns bytes to the producer's budget. The consumer's thread calls this when it has taken a group."""
         with self.lock:
-            if self.loop is not None and self.budget is not None:
+            if self.loop is not None:
                 self.loop.call_soon_threadsafe(self.budget.release, n_bytes)
 
     def cancel(self) -> None:
@@ -52,15 +53,9 @@ class _Channel(Generic[Item]):
 
     async def run(self, produce: Producer[Item]) -> None:
         """Runs the producer on its own loop, from start to end."""
-        budget = ByteBudget(self.ready_bytes)
-
-        async def put(items: Sequence[Item], n_bytes: int) -> None:
-            await budget.acquire(n_bytes)
-            self.taken.put((items, n_bytes))
-
-        task = asyncio.ensure_future(produce(put))
+        task = asyncio.ensure_future(produce(Put(self)))
         with self.lock:
-            self.loop, self.task, self.budget = asyncio.get_running_loop(), task, budget
+            self.loop, self.task = asyncio.get_running_loop(), task
             if self.closed:
                 task.cancel()
         try:
@@ -70,7 +65,27 @@ class _Channel(Generic[Item]):
                 self.loop = None
 
 
-Put = Callable[[Sequence[Item], int], Awaitable[None]]
+class Put(Generic[Item]):
+    """Hands groups of items to the consumer. Their bytes are held until it takes them."""
+
+    def __init__(self, channel: _Channel[Item]) -> None:
+        self._channel = channel
+
+    async def __call__(self, items: Sequence[Item], n_bytes: int) -> None:
+        """Puts items, once they fit beside those that wait."""
+        await self.claim(n_bytes)
+        self.claimed(items, n_bytes, n_bytes)
+
+    async def claim(self, n_bytes: int) -> None:
+        """Waits until so many bytes fit, and holds them for items that will be made. Claims are granted in order."""
+        await self._channel.budget.acquire(n_bytes)
+
+    def claimed(self, items: Sequence[Item], n_bytes: int, claim: int) -> None:
+        """Puts items that take `n_bytes`, for which `claim` bytes are held."""
+        self._channel.budget.release(claim - n_bytes)
+        self._channel.taken.put((items, n_bytes))
+
+
 Producer = Callable[[Put[Item]], Awaitable[None]]
 
 
@@ -153,6 +168,12 @@ class Bridge(Generic[Item], Iterator[Item]):
             except BaseException:  # a kept exception (notebooks keep the last one) would keep this bridge alive
                 self.close()
                 raise
+
+    def next_group(self) -> list[Item]:
+        """The next items that were put together; none at the end."""
+        items = [*itertools.islice(self, 1), *self._ready]
+        self._ready.clear()
+        return items
 
     def _take_group(self) -> None:
         if os.getpid() != self._pid:

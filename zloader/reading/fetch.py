@@ -1,7 +1,7 @@
 """The asyncio scheduler: loads fetches ahead, gathers their minibatches in threads, and puts them in order.
 
 These are three coroutines with a queue between each two: `_load_ahead`, `_gather_in_order` and `_put_in_order`. How far
-the first two may be ahead is decided by the gates of zloader.reading.back_pressure. Any exit cancels all loads.
+the first two may be ahead is decided by the gates of zloader.reading.gates. Any exit cancels all loads.
 This module does not import torch: any process can go from plan to minibatch with plain options.
 """
 
@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,9 +25,9 @@ from zloader.common.concurrent_calls import aside
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, TokenRows, X
 from zloader.order.plan import Fetch
-from zloader.reading.back_pressure import Claim, Gates
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.column_rows import LoadedColumn, PagedColumn, load_column, rows_of
+from zloader.reading.gates import Ahead, ByteBudget, GroupSizes
 from zloader.reading.group_bytes import GroupBytes
 from zloader.reading.matrix_parts import opened_readers
 from zloader.reading.matrix_reader import MatrixReader
@@ -68,8 +69,8 @@ class _Loaded:
     buffer: NDArray[np.uint8]
 
 
-# Minibatches that a thread makes, and what they hold meanwhile. After the last ones of a fetch comes the fetch itself.
-_Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Future[tuple[Sequence[Any], float]], Claim] | _Loaded | None]"
+# Minibatches that a thread makes, and the bytes of their x. After the last ones of a fetch comes the fetch itself.
+_Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Future[tuple[Sequence[Any], float]], int, int] | _Loaded | None]"
 
 
 class FetchScheduler:
@@ -83,7 +84,8 @@ class FetchScheduler:
         self._recipe = recipe
         self._options = options
         cutting = recipe.cutting
-        self._gates = Gates(options, grows=cutting.grows, most=cutting.most, groups=cutting.groups)
+        self._ahead, self._room = Ahead(options), ByteBudget(options.buffer_bytes)
+        self._sizes = GroupSizes(options.ready_bytes, grows=cutting.grows, most=cutting.most, groups=cutting.groups)
         self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
@@ -91,13 +93,9 @@ class FetchScheduler:
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
         """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
+        return Bridge(partial(self._run, fetches), ready_bytes=self._options.ready_bytes, name=name)
 
-        async def produce(put: Put[MinibatchArrays]) -> None:
-            await self.run(fetches, put)
-
-        return Bridge(produce, ready_bytes=self._gates.ready_bytes, name=name)
-
-    async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
+    async def _run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`. Raises the first error of any read."""
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
         jobs: _Jobs = asyncio.Queue()
@@ -111,7 +109,7 @@ class FetchScheduler:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._load_ahead(fetches, readers, loads, group))
                     group.create_task(self._put_in_order(jobs, put))
-                    await self._gather_in_order(loads, gathering, jobs)
+                    await self._gather_in_order(loads, gathering, jobs, put)
             finally:
                 gathering.shutdown(wait=False, cancel_futures=True)
 
@@ -124,11 +122,11 @@ class FetchScheduler:
     ) -> None:
         """Begins each load when there is room for it, and puts the loads into `loads` in order."""
         for turn, fetch in enumerate(fetches):
-            await self._gates.fetch_begins()
+            await self._ahead.acquire()
             # Aside if it may read row offsets from a store.
             looks_up = any(reader.looks_up for reader in readers)
             planned = await aside(self._plan, fetch, readers) if looks_up else self._plan(fetch, readers)
-            await self._gates.room.acquire(planned.ahead_bytes)
+            await self._room.acquire(planned.ahead_bytes)
             loads.put_nowait(group.create_task(self._load(planned, turn)))
         loads.put_nowait(None)
 
@@ -194,6 +192,7 @@ class FetchScheduler:
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
         threads: ThreadPoolExecutor,
         jobs: _Jobs,
+        put: Put[MinibatchArrays],
     ) -> None:
         """Begins to gather the minibatches of each load in threads, as fast as they fit into memory."""
         recipe, columns = self._recipe, self._recipe.columns
@@ -205,9 +204,11 @@ class FetchScheduler:
             loaded = await self._loaded(load)
             without_x, _ = await begun(threads, self._without_x, loaded)
             n_bytes = GroupBytes(recipe, loaded.planned.fetch, [rows.planned for rows in loaded.x])
-            for cuts in self._gates.groups(loaded.planned.fetch.cuts, n_bytes):
-                claim = await self._gates.group_begins(max(1, n_bytes(cuts)))
-                jobs.put_nowait((begun(threads, self._make, loaded, without_x, cuts), claim))
+            for cuts in self._sizes.groups(loaded.planned.fetch.cuts, n_bytes):
+                x_bytes = n_bytes(cuts)
+                claim = self._sizes.claim(x_bytes)
+                await put.claim(claim)
+                jobs.put_nowait((begun(threads, self._make, loaded, without_x, cuts), x_bytes, claim))
             jobs.put_nowait(loaded)
         jobs.put_nowait(None)
 
@@ -216,7 +217,7 @@ class FetchScheduler:
         began_s = time.perf_counter()
         loaded = await load
         busy_s = self.counters.decode_s + self.counters.gather_s
-        self._gates.fetch_is_loaded(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
+        self._ahead.loaded(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
         return loaded
 
     async def _put_in_order(self, jobs: _Jobs, put: Put[MinibatchArrays]) -> None:
@@ -224,15 +225,15 @@ class FetchScheduler:
         while (job := await jobs.get()) is not None:
             if isinstance(job, _Loaded):
                 self._buffers.give_back(job.buffer)
-                self._gates.fetch_ends(job.planned.ahead_bytes)
+                self._room.release(job.planned.ahead_bytes)
+                self._ahead.release()
                 continue
-            making, claim = job
+            making, x_bytes, claim = job
             minibatches, seconds = await making
             self.counters.gather_s += seconds
-            put_bytes = sum(minibatch.nbytes for minibatch in minibatches)
-            self._gates.group_is_made(claim, put_bytes)
-            await put(minibatches, put_bytes)
-            self._gates.group_ends(claim)
+            n_bytes = sum(minibatch.nbytes for minibatch in minibatches)
+            self._sizes.made(x_bytes, n_bytes)
+            put.claimed(minibatches, n_bytes, claim)
 
     def _make(self, loaded: _Loaded, without_x: MinibatchArrays, cuts: Rows) -> Sequence[Any]:
         """Gathers the minibatches between cuts."""

@@ -13,7 +13,7 @@ import numpy as np
 from zloader.caching.mirror import Mirror
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, Rows
-from zloader.reading.back_pressure import ByteBudget
+from zloader.reading.gates import ByteBudget
 from zloader.reading.matrix_reader import MatrixReader
 from zloader.reading.read_plan import share_of
 from zloader.reading.resources import Counters, Resources

@@ -18,7 +18,7 @@ from zloader.access.file_source import FileSource
 from zloader.common.locks import forkable_lock
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, ReadClock, Span
-from zloader.reading.back_pressure import ByteBudget
+from zloader.reading.gates import ByteBudget
 from zloader.storage.placement import ObjectIndex
 
 _GROWTH = 1 << 20  # bytes: memory that grows little by little is fresh each time, and fresh memory costs page faults

@@ -8,11 +8,12 @@ import itertools
 import numpy as np
 import pytest
 from helpers import PATIENCE_S
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zloader.common.options import FetchOptions
-from zloader.reading.back_pressure import ByteBudget, Gates, Waits
+from zloader.reading.bridge import Bridge
+from zloader.reading.gates import Ahead, ByteBudget, GroupSizes
 
 pytestmark = pytest.mark.any_version
 
@@ -152,138 +153,155 @@ def test_nobody_waits_for_a_budget_who_could_go_ahead(operations):
     asyncio.run(run())
 
 
+async def _passes(ahead):
+    """How many more fetches may begin now."""
+    passed = 0
+    while not ahead.locked():
+        await ahead.acquire()
+        passed += 1
+    return passed
+
+
 @pytest.mark.parametrize(
     ("waited_s", "busy_s", "reads"),
     [(9.0, 1.0, True), (9.0, 9.9, True), (9.0, 10.1, False), (5.1, 0.0, True), (4.9, 0.0, False), (0.0, 0.0, False)],
     ids=["reads", "half busy", "busy", "waits mostly", "waits little", "waits never"],
 )
 def test_an_epoch_waits_for_reads_if_it_waits_while_threads_are_idle(waited_s, busy_s, reads):
-    waits = Waits(threads=2)
-    assert not waits.for_reads(began_s=0.0, now_s=100.0, busy_s=7.0)  # the first load is not judged
-    assert waits.for_reads(began_s=110.0 - waited_s, now_s=110.0, busy_s=7.0 + busy_s) is reads
+    async def run():
+        ahead = Ahead(FetchOptions(threads=2))
+        assert await _passes(ahead) == 2
+        ahead.loaded(began_s=0.0, now_s=100.0, busy_s=7.0)
+        assert await _passes(ahead) == 0  # the first load is not judged
+        ahead.loaded(began_s=110.0 - waited_s, now_s=110.0, busy_s=7.0 + busy_s)
+        assert await _passes(ahead) == reads
 
-
-# ---- the gates together
-
-MiB = 1 << 20
-MEMORY = 256 * MiB
-
-
-def _gates(*, threads=1, prefetch=2, grows=False):
-    options = FetchOptions(memory=MEMORY, threads=threads, prefetch=prefetch)
-    return Gates(options, grows=grows, most=8, groups=16)
-
-
-async def _all_that_pass(asked):
-    """How many of these requests are granted while nothing is given back."""
-    tasks = [asyncio.ensure_future(each) for each in asked]
-    for _ in range(2 * len(tasks) + 2):
-        await asyncio.sleep(0)
-    passed = sum(task.done() for task in tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return passed
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 6])
 def test_two_fetches_go_ahead_and_one_more_after_each_wait_for_reads(prefetch):
     async def run():
-        gates = _gates(prefetch=prefetch)
-        for begun in range(2):
-            assert await _all_that_pass([gates.fetch_begins()]) == 1, begun
-        assert await _all_that_pass([gates.fetch_begins()]) == 0
+        ahead = Ahead(FetchOptions(prefetch=prefetch, threads=1))
+        assert await _passes(ahead) == 2
         for load in range(10):  # each waited for all of the time
-            gates.fetch_is_loaded(began_s=float(load), now_s=load + 1.0, busy_s=0.0)
-        assert await _all_that_pass([gates.fetch_begins() for _ in range(10)]) == prefetch - 1
+            ahead.loaded(began_s=float(load), now_s=load + 1.0, busy_s=0.0)
+        assert await _passes(ahead) == prefetch - 1
+        ahead.release()
+        assert await _passes(ahead) == 1
 
     asyncio.run(run())
 
 
-def test_as_many_groups_are_made_as_there_are_threads_and_one_more():
-    async def run():
-        gates = _gates(threads=3)
-        assert await _all_that_pass([gates.group_begins(1) for _ in range(9)]) == 4
+# ---- groups of minibatches
 
-    asyncio.run(run())
+MiB = 1 << 20
+READY = 48 * MiB
 
 
-def test_groups_take_as_many_bytes_as_the_most_has_grown():
-    async def run():
-        gates = _gates(threads=64, grows=True)
-        making = FetchOptions(memory=MEMORY).ready_bytes - gates.ready_bytes
-        assert await _all_that_pass([gates.group_begins(1) for _ in range(9)]) == 1  # nobody knows how they grow
+def _sizes(*, grows=False):
+    return GroupSizes(READY, grows=grows, most=8, groups=16)
 
-        gates = _gates(threads=64, grows=True)
-        claim = await gates.group_begins(MiB)
-        gates.group_is_made(claim, 3 * MiB)
-        gates.group_ends(claim)
-        assert await _all_that_pass([gates.group_begins(MiB) for _ in range(64)]) == making // (3 * MiB)
 
-        gates = _gates(threads=64, grows=True)
-        for put_bytes in (2 * MiB, 3 * MiB, MiB):
-            claim = await gates.group_begins(MiB)
-            gates.group_is_made(claim, put_bytes)
-            gates.group_ends(claim)
-        assert (await gates.group_begins(MiB)).n_bytes == 3 * MiB
-
-    asyncio.run(run())
+def test_groups_claim_as_many_bytes_as_the_most_has_grown():
+    assert _sizes().claim(MiB) == MiB
+    assert _sizes().claim(0) == 1
+    assert _sizes().claim(READY + 1) == READY
+    sizes = _sizes(grows=True)
+    assert sizes.claim(1) == READY  # nobody knows how they grow, so one is made at a time
+    for n_bytes in (2 * MiB, 3 * MiB, MiB):
+        sizes.made(MiB, n_bytes)
+    assert sizes.claim(MiB) == 3 * MiB
+    shrinking = _sizes(grows=True)
+    shrinking.made(MiB, 1)
+    assert shrinking.claim(MiB) == MiB
 
 
 @pytest.mark.parametrize(("mib", "size"), [(0, 8), (0.1, 8), (1, 3), (2, 1), (100, 1)])
 def test_groups_are_small_beside_the_memory_of_minibatches(mib, size):
     cuts = np.arange(0, 101, 5)
-    groups = list(_gates().groups(cuts, lambda cuts: int(mib * MiB) * (len(cuts) - 1)))
+    groups = list(_sizes().groups(cuts, lambda cuts: int(mib * MiB) * (len(cuts) - 1)))
     assert np.diff([group[0] for group in groups]).tolist() == [5 * size] * (len(groups) - 1)
     assert np.unique(np.concatenate(groups)).tolist() == cuts.tolist()
     assert all(group[-1] == after[0] for group, after in itertools.pairwise(groups))
 
 
-@given(
-    fetches=st.lists(st.tuples(st.integers(0, 3 * MEMORY), st.lists(st.integers(1, MEMORY), max_size=4)), max_size=8),
-    growth=st.sampled_from([1, 7]),
-    threads=st.integers(1, 3),
-)
-def test_fetches_and_groups_of_any_size_come_through(fetches, growth, threads):
-    """However large they are, the consumer gets all groups, and in the end nothing is held."""
+# ---- the gates together
 
-    async def run():
-        gates, ready = _gates(threads=threads, grows=growth > 1), ByteBudget(10 * MiB)
-        loads, jobs, taken = asyncio.Queue(), asyncio.Queue(), asyncio.Queue()
+
+@settings(deadline=None)
+@given(
+    fetches=st.lists(st.tuples(st.integers(0, 9 * READY), st.lists(st.integers(1, 4 * READY), max_size=4)), max_size=8),
+    growth=st.sampled_from([1, 7]),
+)
+def test_fetches_and_groups_of_any_size_come_through(fetches, growth):
+    """However large they are, the consumer gets all groups, no bound is exceeded but by one alone, and in the end
+    nothing is held."""
+    ahead_of, room, sizes = [], ByteBudget(3 * READY), _sizes(grows=growth > 1)
+    held, most_held = {}, [0]
+
+    async def produce(put):
+        ahead = Ahead(FetchOptions(threads=1))
+        ahead_of.append(ahead)
+        loads, jobs = asyncio.Queue(), asyncio.Queue()
 
         async def load():
             for n_bytes, groups in fetches:
-                await gates.fetch_begins()
-                await gates.room.acquire(n_bytes)
+                await ahead.acquire()
+                await room.acquire(n_bytes)
                 loads.put_nowait((n_bytes, groups))
 
         async def gather():
+            number = itertools.count()
             for _ in fetches:
                 n_bytes, groups = await loads.get()
                 for x_bytes in groups:
-                    jobs.put_nowait(await gates.group_begins(x_bytes))
+                    claim = sizes.claim(x_bytes)
+                    await put.claim(claim)
+                    jobs.put_nowait((next(number), x_bytes, claim))
                 jobs.put_nowait(n_bytes)
 
-        async def put():
+        async def finish():
             left = len(fetches)
             while left:
                 job = await jobs.get()
                 if isinstance(job, int):
-                    gates.fetch_ends(job)
+                    room.release(job)
+                    ahead.release()
                     left -= 1
                     continue
-                gates.group_is_made(job, growth * job.x_bytes)
-                await ready.acquire(growth * job.x_bytes)
-                taken.put_nowait(job.x_bytes)
-                gates.group_ends(job)
+                number, x_bytes, claim = job
+                sizes.made(x_bytes, growth * x_bytes)
+                put.claimed([(number, x_bytes)], growth * x_bytes, claim)
+                budget = put._channel.budget
+                held[number] = growth * x_bytes
+                most_held[0] = max(most_held[0], budget._held)
 
-        async def consume():
-            for wanted in [x_bytes for _, groups in fetches for x_bytes in groups]:
-                assert await taken.get() == wanted
-                ready.release(growth * wanted)
+        await asyncio.wait_for(asyncio.gather(load(), gather(), finish()), PATIENCE_S)
 
-        await asyncio.wait_for(asyncio.gather(load(), gather(), put(), consume()), PATIENCE_S)
-        for budget in (gates.room, gates._making, ready):
-            assert budget._held == 0
+    bridge = Bridge(produce, ready_bytes=READY, name="gates")
+    wanted = [x_bytes for _, groups in fetches for x_bytes in groups]
+    assert list(bridge) == list(enumerate(wanted))
+    assert room._held == 0
+    # A group claims what the most has grown so far, so only one that grows more than any before exceeds the bound.
+    assert most_held[0] <= READY + max(held.values(), default=0)
+    for ahead in ahead_of:
+        assert ahead._value == 2
 
-    asyncio.run(run())
+
+def test_what_is_claimed_is_held_until_the_consumer_takes_it():
+    """No more is made than fits, whatever it turned out to take."""
+    made = []
+
+    async def produce(put):
+        for number in range(20):
+            await put.claim(4)
+            made.append(number)
+            put.claimed([number], 2, 4)
+
+    bridge = Bridge(produce, ready_bytes=10, name="claims")
+    for number in range(20):
+        assert next(bridge) == number
+        assert len(made) <= number + 1 + 5  # of 2 bytes each, and the first was given back
+    assert made == list(range(20))
+    assert list(bridge) == []
