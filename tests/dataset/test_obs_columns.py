@@ -18,7 +18,6 @@ from helpers import counts, write_store
 import zloader as zl
 from zloader.caching import kept
 from zloader.common.errors import FormatError, OptionError
-from zloader.dataset import obs_columns
 from zloader.dataset.store import OpenedStore
 from zloader.testing import SeaweedFS
 
@@ -79,7 +78,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specif
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of two chunks."""
-    monkeypatch.setattr(obs_columns, "_WINDOW_ROWS", 2 * CHUNK_ROWS)
+    monkeypatch.setattr("zloader.dataset.obs._WINDOW_ROWS", 2 * CHUNK_ROWS)
 
 
 def write(adata: ad.AnnData, dest: Any, **options: Any) -> Any:

@@ -25,7 +25,7 @@ from zloader.common.options import Cache
 from zloader.common.records import Rows
 from zloader.dataset.gene_axis import without_functions
 from zloader.dataset.matrices import Matrices, Panel
-from zloader.dataset.observations import Observations
+from zloader.dataset.obs import Observations
 from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Names, Shares, listed, part_windows
 from zloader.dataset.table import Table

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 
 from zloader.caching.kept import has_array, load_array, save_array
 from zloader.common.concurrent_calls import concurrently
-from zloader.common.errors import FormatError, MissingColumnError, ZloaderError
+from zloader.common.errors import FormatError, ZloaderError
 from zloader.common.locks import cached_property
-from zloader.common.messages import suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
-from zloader.dataset.obs_columns import StoreColumns
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.column_rows import PagedColumn
@@ -31,7 +29,8 @@ from zloader.selecting.columns import require_exact, unfit_obsm
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import MatrixLayout
 
-# In bytes, over all stores. More than 32 stores may have 1 MiB each, because each array of a store takes open files.
+# Read whole, in bytes over all stores. More than 32 stores may have 1 MiB each, because each array of a store takes
+# open files.
 _MOST_WHOLE, _STORES = 32 << 20, 32
 _LARGEST_CHUNK = 8 << 20  # bytes: larger ones would delay the first minibatch as much as the whole array does
 
@@ -39,16 +38,15 @@ _LARGEST_CHUNK = 8 << 20  # bytes: larger ones would delay the first minibatch a
 class ObsmArrays:
     """The obsm entries that every store has."""
 
-    def __init__(self, opened: OpenedStores, of_stores: Sequence[StoreColumns]) -> None:
+    def __init__(self, opened: OpenedStores) -> None:
         self._opened, self._stores, self._directory = opened, opened.stores, opened.mirror_directory
-        self._of_stores = of_stores
         self._arrays: dict[str, NDArray[Any]] = {}
 
     @cached_property
     def names(self) -> list[str]:
         """Their names: sorted, and then those of modalities."""
-        first, *others = self._stores
-        return [name for name in first.obsm_paths if all(name in store.obsm_paths for store in others)]
+        first, *others = (store.obsm_paths for store in self._stores)
+        return [name for name in first if all(name in paths for paths in others)]
 
     def modality_of(self, name: str) -> str | None:
         """The modality that an entry belongs to; None for one of the whole."""
@@ -102,8 +100,8 @@ class ObsmArrays:
     def _read(self, name: str) -> NDArray[Any]:
         """The arrays of all stores as one array, memory-mapped if there is a cache."""
         path, joint, column = self._path(name), self._directory, None
-        if len(self._of_stores) == 1 and self._stores[0].row_of(path) is None:
-            return self._of_stores[0].whole(path)
+        if len(self._stores) == 1 and self._stores[0].row_of(path) is None:
+            return self._stores[0].whole(path)
         nodes = [store.node(path) for store in self._stores]
         shape = sum(store.n_obs for store in self._stores), *nodes[0].shape[1:]
         dtype = np.result_type(*(node.dtype.newbyteorder("=") for node in nodes))
@@ -111,7 +109,7 @@ class ObsmArrays:
             column = load_array(joint, f"/obsm/{name}", shape=shape, dtype=dtype)
         if column is not None:  # and the arrays of the stores are not read
             return column
-        arrays = concurrently(lambda columns: _over_all_rows(columns, path), self._of_stores)
+        arrays = concurrently(lambda store: _over_all_rows(store, path), self._stores)
         require_exact(f"obsm/{name}", arrays)
         if joint is not None:
             column = save_array(joint, f"/obsm/{name}", arrays, shape=shape, dtype=dtype)
@@ -120,13 +118,7 @@ class ObsmArrays:
     def require(self, names: Sequence[str]) -> None:
         """Raises the error that `whole` would raise for the first unusable name, from metadata alone."""
         for name in names:
-            for store in self._stores:
-                if not isinstance(name, str) or name not in store.obsm_paths:
-                    known = ", ".join(map(repr, self.names)) or "none"
-                    raise MissingColumnError(
-                        f"there is no obsm {name!r} in {store.location.url}; there are: {known}"
-                        f"{suggestion(name, self.names)}"
-                    )
+            self._opened.require_in_all(f"obsm {name!r}", name, lambda store: store.obsm_paths)
             if (unfit := self._unfit(name)) is not None:
                 raise unfit
 
@@ -166,9 +158,9 @@ def _matrix(store: OpenedStore, path: str) -> MatrixLayout | None:
     return MatrixLayout(path=path, n_rows=store.rows_at(path), n_genes=n_genes, values=layout, genes=None)
 
 
-def _over_all_rows(columns: StoreColumns, path: str) -> NDArray[Any]:
+def _over_all_rows(store: OpenedStore, path: str) -> NDArray[Any]:
     """An array of a store, with zeros in the rows that its modality lacks."""
-    array, row_of = columns.whole(path), columns.store.row_of(path)
+    array, row_of = store.whole(path), store.row_of(path)
     if row_of is None:
         return array
     found = np.zeros((len(row_of), *array.shape[1:]), array.dtype)

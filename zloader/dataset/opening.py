@@ -8,7 +8,7 @@ must be converted first, such as a 10x directory, is refused with how to convert
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,8 @@ from zloader.access.zarr_groups import no_codec_warnings
 from zloader.caching.directory import MirrorDirectory, open_mirror_directory, place_of
 from zloader.caching.kept import load_listing
 from zloader.common.concurrent_calls import concurrently
-from zloader.common.errors import FormatError, OptionError
+from zloader.common.errors import FormatError, MissingColumnError, OptionError
+from zloader.common.messages import suggestion
 from zloader.common.options import Cache
 from zloader.common.other_formats import conversion_of_folder, why_unreadable
 from zloader.dataset.h5ad import OpenedFile
@@ -87,6 +88,16 @@ class OpenedStores:
     def fingerprint(self) -> str:
         """One fingerprint for all stores; it changes when an object of any store changes."""
         return joint_fingerprint([store.fingerprint for store in self.stores])
+
+    def require_in_all(self, what: str, name: str, names: Callable[[OpenedStore], Collection[str]]) -> None:
+        """Raises MissingColumnError unless `name` is among the names that each store has."""
+        for store in self.stores:
+            if not isinstance(name, str) or name not in names(store):
+                known = [each for each in names(self.stores[0]) if all(each in names(other) for other in self.stores)]
+                raise MissingColumnError(
+                    f"there is no {what} in {store.location.url}; there are: {', '.join(map(repr, known)) or 'none'}"
+                    f"{suggestion(name, known)}"
+                )
 
 
 def open_all(locations: Sequence[Location], cache: Cache | None, *, offline: bool = False) -> OpenedStores:

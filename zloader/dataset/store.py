@@ -6,8 +6,9 @@ zarr and anndata. TensorStore is not used here: only reading rows of a matrix op
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -37,6 +38,8 @@ from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import matrix_shape
 from zloader.storage.row_blocks import RowForm
 from zloader.storage.row_offsets import MOST_WHOLE, Page, RowOffsets
+
+_WINDOW_BYTES = 32 << 20  # of an array that is read whole, at a time
 
 
 class OpenedStore(StoredElements):
@@ -212,18 +215,38 @@ class OpenedStore(StoredElements):
         with self.reading(path, node):
             return not (node.shards and node.fill_value) and all(key in self._sizes for key in stored_keys(node))
 
-    def kept(
-        self, path: str, windows: Iterable[NDArray[Any]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> NDArray[Any] | None:
-        """An array in the mirror, memory-mapped. It is read from `windows` if it is not there. None without a mirror,
-        or if that has no room for it.
+    def whole(self, path: str, codes_below: int | None = None) -> NDArray[Any]:
+        """A whole array of numbers or dates in the stored dtype; kept and memory-mapped if there is a mirror with room.
+
+        Codes of so many categories have the least dtype. Raises FormatError for a code without a category.
         """
-        directory = self.mirror_directory
-        if directory is None or not shape[0]:
-            return None
-        found = load_array(directory, path, shape=shape, dtype=dtype)
-        if found is None and not self.offline:
-            found = save_array(directory, path, windows, shape=shape, dtype=dtype)
+        node, directory = self.node(path), self.mirror_directory
+
+        def windows() -> Iterator[NDArray[Any]]:
+            stored = max(1, (node.shards or node.chunks)[0])  # whole objects
+            step = max(1, _WINDOW_BYTES // max(1, stored * node.dtype.itemsize * math.prod(node.shape[1:]))) * stored
+            for first in range(0, node.shape[0], step):
+                values = self.window(path, first, min(first + step, node.shape[0]))
+                if codes_below is not None:
+                    wrong = np.flatnonzero((values < -1) | (values >= codes_below))
+                    if len(wrong):
+                        code = f"row {first + int(wrong[0])} has the code {values[wrong[0]]}"
+                        raise self.damaged(path, f"{code} of {codes_below} categories")
+                yield values.astype(dtype, copy=False)
+
+        with self.reading(path, node):  # the shape may make no sense
+            dtype, found = node.dtype.newbyteorder("="), None
+            least = dtype if codes_below is None else np.min_scalar_type(-max(1, codes_below))
+            dtype = least if least.itemsize < dtype.itemsize else dtype
+            if directory is not None and node.shape[0]:
+                found = load_array(directory, path, shape=node.shape, dtype=dtype)
+                if found is None and not self.offline:
+                    found = save_array(directory, path, windows(), shape=node.shape, dtype=dtype)
+            if found is None:
+                found, filled = np.empty(node.shape, dtype), 0
+                for values in windows():
+                    found[filled : filled + len(values)] = values
+                    filled += len(values)
         return found
 
     def mirror(self, matrix: MatrixLayout, genes: ChosenGenes | None = None) -> Mirror | None:

@@ -28,7 +28,7 @@ from zloader.dataset.gene_statistics import Batches, StatisticsPass, batches_of
 from zloader.dataset.in_memory import as_scipy, used_categories
 from zloader.dataset.matrices import Matrices
 from zloader.dataset.modalities import modality_of
-from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
+from zloader.dataset.obs import NAME_BYTES, Observations, ObsFrame, require_frame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.dataset.views import AllRows, RowSet
@@ -128,7 +128,7 @@ class Table:
         if self._chosen is None:
             return self.observations.frame(columns)
         require_frame(self.n_obs)
-        return self.observations.frame_of(self._chosen.all_numbers(), columns, keep=False)
+        return self.observations.frame(columns, self._chosen.all_numbers(), keep=False)
 
     def obs_column(self, column: str) -> ObsColumn:
         """One obs column as numbers: the codes of a categorical or string column, the values of any other.
@@ -249,7 +249,7 @@ class Table:
             int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData ({self.url})", "take fewer, or use a Loader"
         )
         matrices = {path: self.matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
-        obs = self.observations.frame_of(chosen)
+        obs = self.observations.frame(rows=chosen)
         if len(np.unique(chosen)) < self.observations.n_rows:
             obs = used_categories(obs)
         of_anndata = {path: as_scipy(x) if isinstance(x, CsrArrays) else x for path, x in matrices.items()}
@@ -273,7 +273,7 @@ class Table:
         cell1         T    d0         2
         """
         require_whole(0, n=n)
-        return self.observations.frame_of(self._rows_of_whole(np.arange(min(n, self.n_obs))))
+        return self.observations.frame(rows=self._rows_of_whole(np.arange(min(n, self.n_obs))))
 
     def to_adata(self, *, layers: Sequence[str] | None = None) -> ad.AnnData:
         """All rows as an AnnData in memory, as `take` returns them. For datasets and views that are small enough.

@@ -12,7 +12,7 @@ from zloader.common.errors import FormatError, MissingColumnError
 from zloader.common.messages import size
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.modalities import obs_of, path_of
-from zloader.dataset.obs_columns import columns_of
+from zloader.dataset.obs import columns_of
 from zloader.dataset.store import OpenedStore
 from zloader.storage import hdf5_filters
 from zloader.storage.coded_rows import likely_bytes
