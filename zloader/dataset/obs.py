@@ -145,7 +145,9 @@ class StoreColumns:
             codes = self._codes(name, coded, len(categories))
             if coded.ordered is None:
                 raise self.store.damaged(self.path(name), "its metadata do not say whether its categories are ordered")
-            return pd.Categorical.from_codes(codes if rows is None else codes[rows], categories, ordered=coded.ordered)
+            return pd.Categorical.from_codes(
+                codes if rows is None else codes[rows], categories, ordered=bool(coded.ordered)
+            )
         if (column := self._plain(name)) is None:
             column = self.store.element(self.path(name))
             self._require_shape(name, getattr(column, "shape", None))
