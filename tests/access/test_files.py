@@ -198,6 +198,7 @@ def test_slow_decoding_is_no_slow_disk(root, hangs):
             counters=Counters(),
             threads=threads,
             in_flight=ByteBudget(100),
+            bands=ByteBudget(100),
             sweeping=0.0,
             own_buffers=threading.local(),
         )

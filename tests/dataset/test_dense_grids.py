@@ -14,7 +14,15 @@ import zarr
 from helpers import dense
 
 import zloader as zl
+from zloader.common.errors import CorruptChunkError, FormatError
+from zloader.insight.cost import epoch_costs
+from zloader.reading import read_plan
+from zloader.testing import assert_resumes_anywhere
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Consolidated metadata"),
+    pytest.mark.filterwarnings("ignore:zarr v3 autosharding"),
+]
 LOADER: dict[str, Any] = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(5), "layout": "dense"}
 DTYPES = ["i1", "u2", "i4", "f2", "f4", "f8"]
 
@@ -118,8 +126,6 @@ def assert_epochs(dataset: zl.Dataset, wanted: np.ndarray, x: str, **options: An
         assert np.sort(np.concatenate(seen)).tolist() == list(range(len(wanted)))
 
 
-@pytest.mark.filterwarnings("ignore:Consolidated metadata")
-@pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
 @pytest.mark.filterwarnings("ignore:Writing zarr v2")
 @pytest.mark.every(6)
 @pytest.mark.parametrize("seed", range(12))
@@ -141,3 +147,167 @@ def test_random_grids_are_what_anndata_reads(tmp_path: Path, kind: str, seed: in
         np.testing.assert_array_equal(dataset.obsm_array("X_pca"), adata.obsm["X_pca"])
     chosen = [dataset.var_names[gene] for gene in rng.permutation(n_genes)[: max(1, n_genes // 2)]]
     assert_epochs(dataset[:, chosen], np.asarray(adata[:, chosen].X), "X")
+
+
+def grid_of(path: Path, values: np.ndarray, chunks: tuple[int, int], **options: Any) -> Path:
+    """A store or a file whose X has these values and chunks, and nothing beside it."""
+    n_rows, n_genes = values.shape
+    adata = ad.AnnData(np.zeros((n_rows, n_genes), values.dtype))
+    adata.obs_names, adata.var_names = [str(row) for row in range(n_rows)], [str(gene) for gene in range(n_genes)]
+    attributes = {"encoding-type": "array", "encoding-version": "0.2.0"}
+    if path.suffix == ".h5ad":
+        adata.write_h5ad(path)
+        with h5py.File(path, "r+") as file:
+            del file["X"]
+            file.create_dataset("X", data=values, chunks=chunks, **options).attrs.update(attributes)
+        return path
+    with ad.settings.override(zarr_write_format=3, auto_shard_zarr_v3=False):
+        adata.write_zarr(path)
+    root = zarr.open_group(path, mode="r+", use_consolidated=False)
+    del root["X"]
+    root.create_array("X", data=values, chunks=chunks, **options).attrs.update(attributes)
+    zarr.consolidate_metadata(path)
+    return path
+
+
+FORMS: dict[str, Any] = {
+    "zarr": ("a.zarr", {}),
+    "zarr in shards": ("a.zarr", {"shards": (100, 14)}),
+    "plain zarr": ("a.zarr", {"compressors": None}),
+    "h5ad": ("a.h5ad", {"compression": "gzip"}),
+    "plain h5ad": ("a.h5ad", {}),
+}
+VALUES = random_values(np.random.default_rng(0), (230, 40), "f4")
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS.values(), ids=FORMS.keys())
+def test_each_chunk_is_decoded_once_into_the_mirror(tmp_path: Path, name: str, options: Any) -> None:
+    dataset = zl.open_dataset(grid_of(tmp_path / name, VALUES, (50, 7), **options), cache=tmp_path / "cache")
+    loader = zl.Loader(dataset, framework="numpy", **LOADER)
+    decoded = []
+    for _ in range(2):
+        for minibatch in loader:
+            np.testing.assert_array_equal(minibatch.x, VALUES[minibatch.index])
+        decoded.append(loader.statistics().chunks_decoded)
+    assert decoded == [5 * 6, 0]
+    dataset = zl.open_dataset(tmp_path / name, cache=tmp_path / "other")
+    zl.warm(dataset)
+    loader = zl.Loader(dataset, framework="numpy", **LOADER)
+    assert sum(map(len, loader)) == len(VALUES)
+    assert loader.statistics().gets == 0
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_cost_is_what_an_epoch_spends(tmp_path: Path, name: str, options: Any, cached: bool) -> None:
+    path = grid_of(tmp_path / name, VALUES, (50, 7), **options)
+    dataset = zl.open_dataset(path, cache=tmp_path / "cache" if cached else None)
+    loader = zl.Loader(dataset, framework="numpy", **LOADER)
+    costs = epoch_costs(dataset, loader.plan(0), options=loader.options)
+    for _ in loader:
+        pass
+    cost, spent = costs.first_mirrored if cached else costs.unmirrored, loader.statistics()
+    assert (cost.gets, cost.bytes_read) == (spent.gets, spent.bytes_read)
+
+
+def test_bands_that_do_not_fit_into_memory_are_kept_in_parts(tmp_path: Path) -> None:
+    values = random_values(np.random.default_rng(2), (3000, 400), "f8")  # 9.6 MB, more than an eighth of 16 MiB
+    dataset = zl.open_dataset(grid_of(tmp_path / "a.zarr", values, (3000, 50)), cache=tmp_path / "cache")
+    options = zl.FetchOptions(memory="16MiB")
+    loader = zl.Loader(dataset, framework="numpy", dtype="float64", options=options, **LOADER | {"fetch_factor": 32})
+    for _ in range(2):
+        for minibatch in loader:
+            np.testing.assert_array_equal(minibatch.x, values[minibatch.index])
+    assert loader.statistics().gets == 0
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_chunks_that_do_not_fit_into_memory_are_refused(tmp_path: Path, cached: bool) -> None:
+    values = np.ones((3000, 800))
+    path = grid_of(tmp_path / "a.zarr", values, (3000, 400))
+    dataset = zl.open_dataset(path, cache=tmp_path / "cache" if cached else None)
+    loader = zl.Loader(dataset, options=zl.FetchOptions(memory="16MiB"))
+    with pytest.raises(FormatError, match=r"each chunk of X holds 9600000 bytes.*16777216.*zloader convert.*=19200000"):
+        next(iter(loader))
+    zl.convert(path, tmp_path / "b.zarr", progress=False)
+    loader = zl.Loader(zl.open_dataset(tmp_path / "b.zarr"), options=zl.FetchOptions(memory="16MiB"))
+    assert dense(next(iter(loader)).x).sum() == 64 * 800
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_small_bands_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """And bands of any size apart."""
+    for most in (1, 5000, 1 << 24):
+        monkeypatch.setattr(read_plan, "_DECODED_BYTES", most)
+        path = grid_of(tmp_path / f"{most}.zarr", VALUES, (3, 7))
+        assert_epochs(zl.open_dataset(path, cache=tmp_path / "cache" if cached else None), VALUES, "X")
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS.values(), ids=FORMS.keys())
+def test_a_loader_resumes_anywhere(tmp_path: Path, name: str, options: Any) -> None:
+    path = grid_of(tmp_path / name, VALUES, (50, 7), **options)
+    for cache in (None, tmp_path / "cache"):
+        assert_resumes_anywhere(
+            lambda: zl.Loader(zl.open_dataset(path, cache=cache), framework="numpy", **LOADER),  # noqa: B023
+            described=lambda minibatch: (minibatch.index.tolist(), np.asarray(minibatch.x).tobytes()),
+            every=7,
+        )
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS.values(), ids=FORMS.keys())
+def test_conversion_and_verification(tmp_path: Path, name: str, options: Any) -> None:
+    path = grid_of(tmp_path / name, VALUES, (50, 7), **options)
+    assert zl.verify(path, progress=False).ok
+    zl.convert(path, tmp_path / "converted.zarr", progress=False)
+    assert zl.verify(tmp_path / "converted.zarr", against=path, progress=False).ok
+    assert_epochs(zl.open_dataset(tmp_path / "converted.zarr"), VALUES, "X")
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_stores_with_other_grids_and_genes_are_joined(tmp_path: Path, cached: bool) -> None:
+    """Also with a CSR store among them, and for genes in another order."""
+    rng = np.random.default_rng(4)
+    genes = [f"gene {gene}" for gene in range(9)]
+    parts = [random_adata(rng, 40, 9, genes=genes), random_adata(rng, 30, 9, genes=genes[::-1])]
+    parts += [random_adata(rng, 20, 12, genes=[*genes[3:], *(f"new {gene}" for gene in range(6))])]
+    for adata in parts:
+        adata.X, adata.obs_names = adata.X.astype("f4"), [f"{adata.shape} {row}" for row in range(adata.n_obs)]
+    paths = [written(parts[0], tmp_path / "a", "zarr 3", rng), written(parts[1], tmp_path / "b", "h5ad", rng)]
+    parts[2].write_h5ad(tmp_path / "c.h5ad")
+    paths.append(tmp_path / "c.h5ad")
+    for join in ("inner", "outer"):
+        dataset = zl.open_dataset(paths, join=join, cache=tmp_path / "cache" if cached else None)
+        frames = [adata.to_df().reindex(columns=dataset.var_names, fill_value=0) for adata in parts]
+        wanted = np.concatenate([frame.to_numpy() for frame in frames])
+        assert_epochs(dataset, wanted, "X")
+        assert_epochs(
+            dataset[:, ["gene 5", "gene 3"]], wanted[:, dataset.var_names.get_indexer(["gene 5", "gene 3"])], "X"
+        )
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("name", ["a.zarr", "a.h5ad"])
+def test_a_damaged_chunk_is_named(tmp_path: Path, name: str, cached: bool) -> None:
+    path = grid_of(tmp_path / name, VALUES, (50, 7), **({"compression": "gzip"} if name == "a.h5ad" else {}))
+    if name == "a.zarr":
+        chunk, says = path / "X/c/2/3", r"chunk 15 of X, bytes .* of X/c/2/3"
+        chunk.write_bytes(chunk.read_bytes()[:-9])
+    else:
+        says = "chunk 15 of X, bytes .* of a.h5ad"
+        with h5py.File(path, "r") as file:
+            info = file["X"].id.get_chunk_info(15)
+        content = bytearray(path.read_bytes())
+        content[info.byte_offset + 9 : info.byte_offset + 40] = bytes(31)
+        path.write_bytes(content)
+    dataset = zl.open_dataset(path, cache=tmp_path / "cache" if cached else None)
+    with pytest.raises(CorruptChunkError, match=says):
+        list(zl.Loader(dataset, **LOADER))
+
+
+def test_a_chunk_that_was_not_written_is_fill_value(tmp_path: Path) -> None:
+    path = grid_of(tmp_path / "a.zarr", VALUES, (50, 7), fill_value=3)
+    (path / "X/c/1/2").unlink()
+    wanted = VALUES.copy()
+    wanted[50:100, 14:21] = 3
+    for cache in (None, tmp_path / "cache"):
+        assert_epochs(zl.open_dataset(path, cache=cache), wanted, "X")

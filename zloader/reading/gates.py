@@ -4,15 +4,16 @@
     ahead      2 fetches, later `prefetch + 1`     a fetch is planned                all its minibatches are made
     memory     `buffer_bytes` of fetches           a fetch is read                   all its minibatches are made
                `ready_bytes` of minibatches        a group of them is made           the consumer takes it
+               an eighth of `memory` of bands      chunks of parts of rows are read  their rows are in the mirror
     in flight  `in_flight_bytes`                   some chunks are read              they are decoded, or have failed
 
 All are taken in the order of the epoch, reads of earlier fetches first. Whoever gives one back waits only for gates
 below, and the last is given back by the consumer. So there is no circle of waits, and an epoch cannot deadlock. Memory
-has two parts for this reason: otherwise later fetches could take the memory that the minibatches of an earlier one
-need. A request larger than its bound passes when nothing else is held, so every request passes in the end.
+has parts for this reason: otherwise later fetches could take the memory that the minibatches of an earlier one need. A
+request larger than its bound passes when nothing else is held, so every request passes in the end.
 
 The scheduler has the first two (zloader.reading.fetch). The consumer gives back the memory of minibatches, so the
-bridge to it has that budget (zloader.reading.bridge). All readers of an epoch share the last
+bridge to it has that budget (zloader.reading.bridge). All readers of an epoch share that of bands and the last
 (zloader.reading.matrix_parts).
 """
 

@@ -81,7 +81,8 @@ def opened_readers(
     whose checksums were verified, and the leases are released, so that other processes may download the remaining
     chunks.
     """
-    in_flight, own_buffers = ByteBudget(options.in_flight_bytes), threading.local()
+    in_flight, bands = ByteBudget(options.in_flight_bytes), ByteBudget(options.memory // 8)
+    own_buffers = threading.local()
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="zloader-decode"))
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -95,6 +96,7 @@ def opened_readers(
                 counters=counters,
                 threads=threads,
                 in_flight=in_flight,
+                bands=bands,
                 sweeping=share_of(sweeping, part.n_rows),
                 own_buffers=own_buffers,
                 indexes=part.indexes,

@@ -71,7 +71,9 @@ class FillPlanner:
     """Plans which blocks of rows a mirror takes, and which of them are read together.
 
     `run` is the number of blocks that are read together at least, `least` the same for the first fetch of an epoch, and
-    `gap` the number of blocks between two that are read with them. A batch has `few` blocks.
+    `gap` the number of blocks between two that are read with them. A batch has `few` blocks. If chunks hold parts of
+    rows, it `keeps_bands`: it has whole bands, so that each chunk is decoded once, as far as they fit into an eighth of
+    the memory.
     """
 
     layout: ArrayLayout
@@ -79,6 +81,7 @@ class FillPlanner:
     least: int
     gap: int
     few: int
+    keeps_bands: bool = False
 
     @classmethod
     def of(
@@ -95,16 +98,23 @@ class FillPlanner:
         whole = sum(array.chunk_bytes(object_sizes) * array.n_chunks for array in matrix.arrays)
         stored = max(whole / len(matrix.arrays) / n_blocks, decoded / MOST_SHRUNK)  # of a block, in one array
         # A chunk that holds several blocks is decoded once if they are read together.
-        of_chunk = max(-(-n_blocks // max(1, array.n_chunks)) for array in matrix.arrays)
+        of_chunk, grid = max(-(-n_blocks // max(1, array.n_chunks)) for array in matrix.arrays), matrix.values.grid
+        if grid is not None:
+            of_chunk = max(1, grid.chunk[0] // form.block_rows)
         run = max(1, round(options.least_read_bytes / stored))
         run = max(run, min(_CHUNKS_OF_RUN * of_chunk, max(1, _RUN_BYTES // decoded)))
         most_stored = min(_BATCH_BYTES, options.in_flight_bytes // 8) / len(matrix.arrays)
+        few = max(1, int(min(most_stored / stored, _DECODED_BYTES / decoded)))
+        if grid is not None:
+            few = of_chunk * max(1, _DECODED_BYTES // (of_chunk * decoded))
+            few = max(1, min(few, options.memory // 8 // decoded))
         return cls(
             layout=form.layout,
             run=max(of_chunk, run_of(form.layout, -(-run // of_chunk) * of_chunk, sweeping)),
             least=of_chunk,
             gap=int(options.gap_bytes / stored),
-            few=max(1, int(min(most_stored / stored, _DECODED_BYTES / decoded))),
+            few=few,
+            keeps_bands=grid is not None,
         )
 
     def to_fill(self, blocks: Rows, *, first_fetch: bool) -> Rows:
@@ -116,7 +126,11 @@ class FillPlanner:
         return fill_gaps(align_to_runs(self.layout, blocks, run), self.gap)
 
     def batches(self, blocks: Rows) -> Iterator[Rows]:
-        """The blocks that are read together and decoded by one call in a thread."""
+        """The blocks that are read together and decoded by one call in a thread, or in several if they keep bands."""
+        if self.keeps_bands:
+            opens = np.flatnonzero(np.diff(blocks // self.few)) + 1
+            yield from np.split(blocks, opens) if len(blocks) else ()
+            return
         for first in range(0, len(blocks), self.few):
             yield blocks[first : first + self.few]
 

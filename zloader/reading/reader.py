@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.errors import CorruptChunkError, MissingObjectError
+from zloader.common.errors import CorruptChunkError, FormatError, MissingObjectError
 from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import Needed, batches, planner_of
 from zloader.reading.resources import Resources
@@ -65,6 +65,15 @@ class ArrayReader:
         known = resources.indexes.setdefault(layout.path, {})
         self._indexes = ShardIndexes(layout, resources.object_sizes, resources.url, known=known, rereads=self.rereads)
         self._planner = planner_of(layout, resources.options)
+        # A chunk that holds parts of rows is decoded as a whole, wherever its parts go.
+        self._scratch_bytes = 0 if layout.grid is None else layout.chunk_elements * layout.dtype.itemsize
+        memory = resources.options.memory
+        if layout.grid is not None and self._scratch_bytes > memory // 2:
+            raise FormatError(
+                f"{resources.url}: each chunk of {layout.path} holds {self._scratch_bytes} bytes, those of "
+                f"{layout.grid.chunk}, and all memory for reading has {memory}: run 'zloader convert' on it, which "
+                f"writes small chunks, or give FetchOptions(memory={2 * self._scratch_bytes}) or more"
+            )
 
     async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> NDArray[Any]:
         """Loads the needed elements into a buffer. Reads with a smaller `turn` go first."""
@@ -75,7 +84,7 @@ class ArrayReader:
         chunk_bytes = self.layout.chunk_elements * self.layout.dtype.itemsize
         async with asyncio.TaskGroup() as group:
             for batch in batches(reads.pieces, chunk_bytes=chunk_bytes, stored_bytes=stored_bytes):
-                await resources.in_flight.acquire(total_bytes(batch), turn)
+                await resources.in_flight.acquire(total_bytes(batch) + self._scratch_bytes, turn)
                 group.create_task(self._read_batch(batch, needed, out))
         out.flags.writeable = False
         return out
@@ -100,7 +109,7 @@ class ArrayReader:
         try:
             await read_again(batch, self.rereads, self._resources, partial(self._read_once, needed, out))
         finally:
-            self._resources.in_flight.release(total_bytes(batch))
+            self._resources.in_flight.release(total_bytes(batch) + self._scratch_bytes)
 
     async def _read_once(self, needed: Needed, out: NDArray[Any], pieces: Sequence[ChunkSpan]) -> Corrupt:
         decode = partial(self.decode, ChunkReads(pieces), needed.chunks, needed.jobs, out)
