@@ -629,7 +629,7 @@ def test_a_loader_in_another_process(tmp_path, store):
 
 def test_no_rows_have_dtypes_too(tmp_path, store):
     dataset, none = zl.open_dataset(store, cache=tmp_path), np.empty(0, np.int64)
-    recipe = loader_of(dataset).recipes().recipe(0)
+    recipe = loader_of(dataset).recipes.recipe(0)
     columns, arrays = recipe.columns.obs(), recipe.columns.obsm()
     assert isinstance(arrays["pca"], PagedColumn)
     assert {name: column.taken(none).dtype.name for name, column in columns.items()} == {

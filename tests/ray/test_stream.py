@@ -123,7 +123,7 @@ def in_this_process(loader: zl.Loader) -> Any:
 
     def start(work):
         producer = producers.Actor()
-        producer.open(producers.pickled(loader.recipes()))
+        producer.open(producers.pickled(loader.recipes))
         plan = producers.pickled(work.plan)
 
         async def produce(put):
@@ -433,7 +433,7 @@ def test_a_producer_counts_what_its_mirror_holds(cluster, store, tmp_path):
     dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
     loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, shuffle=False)
     producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes()))
+    producer.open(producers.pickled(loader.recipes))
     plan = loader.plan(0)
     asked = producers.pickled(plan), list(plan.remaining())
     assert producer.held(0, *asked) == [0.0] * 8
@@ -510,7 +510,7 @@ def test_fetches_go_to_the_machine_whose_mirror_holds_them(two_machines, store, 
 def test_groups_are_as_small_as_the_share_of_a_producer(cluster, store):
     loader = loader_of(store)
     producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes()))
+    producer.open(producers.pickled(loader.recipes))
     plan, (first, *_) = producers.pickled(loader.plan(0)), loader.plan(0).remaining()
     sizes = {share: [len(items) for items, _ in producer.make(0, plan, first, share)] for share in (1, 1 << 20)}
     assert sizes == {1: [1] * 4, 1 << 20: [4]}
@@ -521,7 +521,7 @@ def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
     """Its fetches share the recipe, and with it the shard indexes, which are read once."""
     loader = loader_of(store)
     producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes()))
+    producer.open(producers.pickled(loader.recipes))
     plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
     made = [list(producer.make(0, plan, each, 1 << 20))[-1][1] for each in remaining * 2]
     recipe = producer._producer._epoch[2]
@@ -555,7 +555,7 @@ def on_a_simulated_server(store, tmp_path, sim, monkeypatch) -> tuple[Any, zl.Lo
 def test_fetches_share_no_source_of_a_large_column(cluster, on_a_simulated_server):
     _, loader = on_a_simulated_server
     producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes()))
+    producer.open(producers.pickled(loader.recipes))
     recipe = producer._producer._opened(0, producers.pickled(loader.plan(0)))[1]
     fetches = [recipe.with_parts(producer._producer._recipes.own_parts) for _ in range(2)]
     assert len(recipe.columns.paged) == 1
@@ -572,7 +572,7 @@ def test_two_fetches_at_once_read_large_columns(cluster, on_a_simulated_server):
     """Each has its own event loop."""
     _, loader = on_a_simulated_server
     producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes()))
+    producer.open(producers.pickled(loader.recipes))
     plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
     together = threading.Barrier(2, timeout=PATIENCE_S)
 
@@ -595,7 +595,7 @@ def test_two_fetches_at_once_read_large_columns(cluster, on_a_simulated_server):
 def test_a_retry_counts_for_its_own_fetch_only(cluster, on_a_simulated_server):
     server, loader = on_a_simulated_server
     producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes()))
+    producer.open(producers.pickled(loader.recipes))
     server.faults = [{"kind": "status", "match": "obsm/X_pca/c/", "count": 1}]
     plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
     counted = [[counters for _, counters in producer.make(0, plan, each, 1 << 20)][-1] for each in remaining]

@@ -264,6 +264,6 @@ def test_whoever_makes_fetches_loads_the_compiler(stores, monkeypatch, compiled)
     loads = []
     monkeypatch.setattr("zloader.reading.fetch.load_compiler", lambda: loads.append(True))
     loader = zl.Loader(zl.open_dataset(stores / "counts.zarr"), batch_size=16)
-    recipe = replace(loader.recipes().recipe(0), compiled=compiled)
+    recipe = replace(loader.recipes.recipe(0), compiled=compiled)
     FetchScheduler(recipe, zl.FetchOptions(), BufferPool())
     assert loads == [True] * compiled

@@ -85,7 +85,7 @@ def test_groups_are_made_like_single_minibatches(dataset, name, view, framework)
     options = OPTIONS[name]
     rows = dataset.where(np.arange(N_ROWS) % 3 > 0) if view else dataset
     loader = loader_of(rows, framework=framework, **options)
-    plan, recipe, convert = loader.plan(0), loader.recipes().recipe(0), loader.recipes().minibatches
+    plan, recipe, convert = loader.plan(0), loader.recipes.recipe(0), loader.recipes.minibatches
     alone = []
     for fetch in plan.fetches():
         arrays = read_at_once(recipe, fetch.rows[fetch.order], loader.options)
@@ -124,12 +124,12 @@ def test_threads_that_gather_make_minibatches(dataset, name):
     loader = loader_of(dataset, **OPTIONS[name])
     (fetch,) = loader.plan(0).fetches()
     items = list(
-        FetchScheduler(loader.recipes().recipe(0, ready=True), loader.options, BufferPool()).start([fetch], name="test")
+        FetchScheduler(loader.recipes.recipe(0, ready=True), loader.options, BufferPool()).start([fetch], name="test")
     )
     assert [isinstance(item, Made) for item in items] == [True] * len(loader)
     assert [item.index.tolist() for item in items] == [each.index.tolist() for each in loader]
     assert all(item.nbytes > 0 for item in items)
-    assert loader.recipes().recipe(0).cutting == Cutting()  # arrays for another process
+    assert loader.recipes.recipe(0).cutting == Cutting()  # arrays for another process
 
 
 def test_errors_of_groups_come_after_the_minibatches_before_them(dataset, caplog):
@@ -164,7 +164,7 @@ def test_bytes_of_groups_are_those_of_their_rows(dataset, name):
             counted.append((n_bytes, sum(x.nbytes for x in all_of_it.x.values())))
             return super()._make(loaded, without_x, cuts)
 
-    list(Counting(loader.recipes().recipe(0), loader.options, BufferPool()).start([fetch], name="test"))
+    list(Counting(loader.recipes.recipe(0), loader.options, BufferPool()).start([fetch], name="test"))
     n_bytes, taken = counted[0]
     assert taken <= n_bytes(fetch.cuts) + 8 * (N_ROWS + 1)
     if name != "tokens":  # which are padded to the longest of a group

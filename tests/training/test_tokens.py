@@ -298,7 +298,7 @@ def test_the_bound_for_memory_holds(dataset, make):
         tokens = minibatch.tokens
         arrays = (tokens.input_ids, tokens.values, tokens.attention_mask, tokens.lengths)
         n_bytes = sum(array.numel() * array.element_size() for array in arrays)
-        assert n_bytes <= loader.recipes().tokenizer.n_bytes((X[minibatch.index] > 0).sum(axis=1)) <= 3 * n_bytes
+        assert n_bytes <= loader.recipes.tokenizer.n_bytes((X[minibatch.index] > 0).sum(axis=1)) <= 3 * n_bytes
 
 
 REFUSED = {

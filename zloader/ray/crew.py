@@ -188,7 +188,7 @@ class Crew:
     def __post_init__(self) -> None:
         self.resources = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **self.resources}
         threads = max(1, int(self.resources["num_cpus"] or 1))
-        recipes = self.loader.recipes()
+        recipes = self.loader.recipes
         options = replace(recipes.options, threads=min(threads, recipes.options.threads))
         try:
             self._actor = ray.remote(Actor).options(

@@ -89,7 +89,7 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
     def __init__(self, loader: Loader, crew: Crew, *, ahead_bytes: int, overtake_s: float, by_mirror: bool) -> None:
         self.loader = loader
         self._crew, self._ahead_bytes, self._overtake_s, self._by_mirror = crew, ahead_bytes, overtake_s, by_mirror
-        self._mean = MeanBytes(n_bytes=loader.recipes().expected_bytes(loader.batch_size))
+        self._mean = MeanBytes(n_bytes=loader.recipes.expected_bytes(loader.batch_size))
         self._running: weakref.WeakSet[Production] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Minibatch]:

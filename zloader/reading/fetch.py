@@ -201,7 +201,10 @@ class FetchScheduler:
         if self._recipe.tokens is not None and self._recipe.tokens.totals is not None:
             self._totals = await aside(self._recipe.tokens.totals)
         while (load := await loads.get()) is not None:
-            loaded = await self._loaded(load)
+            began_s = time.perf_counter()
+            loaded = await load
+            busy_s = self.counters.decode_s + self.counters.gather_s
+            self._ahead.loaded(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
             without_x, _ = await begun(threads, self._without_x, loaded)
             n_bytes = GroupBytes(recipe, loaded.planned.fetch, [rows.planned for rows in loaded.x])
             for cuts in self._sizes.groups(loaded.planned.fetch.cuts, n_bytes):
@@ -211,14 +214,6 @@ class FetchScheduler:
                 jobs.put_nowait((begun(threads, self._make, loaded, without_x, cuts), x_bytes, claim))
             jobs.put_nowait(loaded)
         jobs.put_nowait(None)
-
-    async def _loaded(self, load: asyncio.Task[_Loaded]) -> _Loaded:
-        """Waits for a load, which tells the gates whether the epoch waits for reads."""
-        began_s = time.perf_counter()
-        loaded = await load
-        busy_s = self.counters.decode_s + self.counters.gather_s
-        self._ahead.loaded(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
-        return loaded
 
     async def _put_in_order(self, jobs: _Jobs, put: Put[MinibatchArrays]) -> None:
         """Puts minibatches as they are made, and frees each fetch after its last one."""

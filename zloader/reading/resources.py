@@ -95,9 +95,9 @@ class Resources:
     def __post_init__(self) -> None:
         self._retries = 0  # of the source, as last counted
 
-    async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
-        """Runs a function in one of the threads; returns its result and the seconds it took there."""
-        return await begun(self.threads, function, *args)
+    def run(self, function: Callable[..., Result], *args: Any) -> asyncio.Future[tuple[Result, float]]:
+        """Runs a function in one of the threads: its result, and the seconds it took there."""
+        return begun(self.threads, function, *args)
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """Reads spans from the source, and counts GETs, bytes and retries."""

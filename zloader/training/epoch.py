@@ -208,7 +208,7 @@ class EpochIterator(Iterator[Minibatch]):
     def _next(self) -> Minibatch:
         if self._closed:
             raise StopIteration
-        epoch = self._running()
+        epoch = self._epoch or self._running()
         record = epoch.record
         record.requests += 1
         try:
@@ -229,17 +229,16 @@ class EpochIterator(Iterator[Minibatch]):
         return minibatch
 
     def _running(self) -> RunningEpoch:
-        if self._epoch is None:
-            assert self._begin is not None
-            epoch = self._begin()
-            self._begin = None  # it refers to the loader
-            self._dropped = weakref.finalize(self, _give_back, epoch.record, epoch.uncount)
-            self._dropped.atexit = False
-            self._epoch, self._record = epoch, epoch.record
-            if self._closed:  # by another thread, meanwhile
-                self.close()
-            return epoch
-        return self._epoch
+        if self._begin is None:  # another thread has closed it just now
+            raise StopIteration
+        epoch = self._begin()
+        self._begin = None  # it refers to the loader
+        self._dropped = weakref.finalize(self, _give_back, epoch.record, epoch.uncount)
+        self._dropped.atexit = False
+        self._epoch, self._record = epoch, epoch.record
+        if self._closed:  # by another thread, meanwhile
+            self.close()
+        return epoch
 
     def close(self) -> None:
         """Ends the epoch and its threads now, as dropping the iterator does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import reprlib
@@ -162,7 +163,8 @@ class Loader(_Dataset):
             self._wanted_sampling, dataset=self.dataset, fetch_rows=fetch_rows, batch_size=self.batch_size
         )
         self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._sampling)
-        self._recipes = LoaderRecipes(
+        # How this loader makes minibatches, in this process or in another that has a copy.
+        self.recipes = LoaderRecipes(
             dataset=self.dataset,
             sampling=self._sampling,
             companions=self._companions,
@@ -179,7 +181,7 @@ class Loader(_Dataset):
             seed=self.seed,
             options=self.options,
         )
-        made = self._recipes
+        made = self.recipes
         self.x, self.obs, self.obsm, self.dtype, self.device = made.x, made.obs, made.obsm, made.dtype, made.device
         self._progress = Progress(in_workers=self.framework == "torch")
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
@@ -334,63 +336,54 @@ class Loader(_Dataset):
 
     def epoch_by(self, start: StartWork) -> EpochIterator:
         """Like `__iter__`, with minibatches that `start` has made, for example by other machines."""
-        return EpochIterator(functools.partial(self._begin, start))
+        return EpochIterator(functools.partial(self._run, start))
 
-    def _begin(self, start: StartWork) -> RunningEpoch:
+    def _run(self, start: StartWork) -> RunningEpoch:
+        """Wires plan -> fetch -> minibatch -> arrays of the framework."""
         worker = worker_info()
-        if worker is not None:
-            self._require_shared_count()
-        position, uncount = self._progress.begin(worker)
-        try:
-            return self._run(position, worker, uncount, start)
-        except BaseException:
-            uncount()
-            raise
-
-    def _require_shared_count(self) -> None:
-        if self.framework != "torch":
+        if worker is not None and self.framework != "torch":
             raise OptionError(
                 f"framework={self.framework!r} does not work in DataLoader workers: iterate over the loader itself, "
                 "which reads in threads of its own, or take framework='torch'"
             )
+        with contextlib.ExitStack() as undo:
+            position, uncount = self._progress.begin(worker)
+            undo.callback(uncount)
+            recipes = self.recipes
+            lent = recipes.lent()
+            worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+            whole = self.plan(position.epoch)
+            plan, done = resumed(whole, position.stretches)
+            skip = position.worker_minibatches
+            if n_workers > 1:
+                position = replace(position, worker=worker_id, of_workers=n_workers, of_ranks=plan.world_size)
+            record = EpochRecord(
+                epoch=plan.epoch, begun_at=position, world_size=plan.world_size, companions=self._companions
+            )
+            # Before the slow steps below: another thread may ask for the state during them.
+            self._progress.follow(record)
 
-    def _run(self, position: Position, worker: Any, uncount: Callable[[], None], start: StartWork) -> RunningEpoch:
-        """Wires plan -> fetch -> minibatch -> arrays of the framework."""
-        recipes = self._recipes
-        lent = recipes.lent()
-        worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        whole = self.plan(position.epoch)
-        plan, done = resumed(whole, position.stretches)
-        skip = position.worker_minibatches
-        if n_workers > 1:
-            position = replace(position, worker=worker_id, of_workers=n_workers, of_ranks=plan.world_size)
-        record = EpochRecord(
-            epoch=plan.epoch,
-            begun_at=position,
-            world_size=plan.world_size,
-            companions=self._companions,
-        )
-        self._progress.follow(record)  # before the slow steps below: another thread may ask for the state during them
+            sweeping = whole.swept_rows if n_workers == 1 and not position.stretches else 0
+            work = EpochWork(
+                plan=plan,
+                remaining=plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip),
+                recipe=functools.partial(recipes.recipe, plan.epoch, lent, sweeping=sweeping),
+            )
+            if self.options.tune_malloc:
+                keep_freed_memory()
+            urls = [store.location.url for store in self.dataset.stores]  # the dataset's repr might read from the store
+            message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
+            log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
+            bridge, record.counters = start(work)
+            convert: Callable[[Any], Minibatch] = recipes.minibatch
+            if lent is not None:
+                from zloader.training.delivery import Delivered, Delivery, deliver
 
-        sweeping = whole.swept_rows if n_workers == 1 and not position.stretches else 0
-        work = EpochWork(
-            plan=plan,
-            remaining=plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip),
-            recipe=functools.partial(recipes.recipe, plan.epoch, lent, sweeping=sweeping),
-        )
-        if self.options.tune_malloc:
-            keep_freed_memory()
-        urls = [store.location.url for store in self.dataset.stores]  # the dataset's repr might read from the store
-        message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
-        log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
-        bridge, record.counters = start(work)
-        if lent is None:
-            return RunningEpoch(bridge=bridge, record=record, convert=recipes.minibatch, uncount=uncount)
-        from zloader.training.delivery import Delivered, Delivery, deliver
-
-        delivery = Delivery(layout=self.layout, dtype=recipes.dtype)
-        delivered = deliver(bridge, lent, delivery, recipes.minibatch, self.options.ready_bytes)
-        return RunningEpoch(bridge=delivered, record=record, convert=Delivered.taken, uncount=uncount)
+                delivery = Delivery(layout=self.layout, dtype=recipes.dtype)
+                bridge = deliver(bridge, lent, delivery, recipes.minibatch, self.options.ready_bytes)
+                convert = Delivered.taken
+            undo.pop_all()
+            return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
 
     def _start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
         """Begins to make minibatches, in this process or in engines."""
@@ -405,7 +398,7 @@ class Loader(_Dataset):
         if self._engines is None or not self._engines.here:
             try:
                 self._engines = EngineEpochs(
-                    self._recipes,
+                    self.recipes,
                     self.processes,
                     batch_size=self.batch_size,
                     fetch_rows=self.batch_size * self.fetch_factor,
@@ -417,7 +410,3 @@ class Loader(_Dataset):
                 log.warning(message, self.processes, error)
                 self.processes = 0
         return self._engines if self.processes else None
-
-    def recipes(self) -> LoaderRecipes:
-        """How this loader makes minibatches, in this process or in another that has a copy."""
-        return self._recipes
