@@ -98,13 +98,13 @@ def require_fresh(node: Any, url: str) -> None:
             raise FormatError(f"{array.path} of {url} cannot be read, because {_stale(url)}")
 
 
-def member_of(group: zarr.Group, path: str) -> Any:
-    """`group[path]`. With consolidated metadata nothing has to be read, so zarr's thread need not be asked.
+def member_of(group: Any, path: str) -> Any:
+    """`group[path]` of a group of zarr or a file. Consolidated metadata need not be read through zarr's thread.
 
     A look-up through that thread takes half a millisecond, and many when other threads are busy. Raises the errors of
     zarr.
     """
-    if group.metadata.consolidated_metadata is None:
+    if not isinstance(group, zarr.Group) or group.metadata.consolidated_metadata is None:
         return group[path]
     finding = group._async_group.getitem(path)
     try:

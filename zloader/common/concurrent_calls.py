@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from zloader.common.child import children_kept
 from zloader.common.errors import ZloaderError
 
 Item = TypeVar("Item")
@@ -17,10 +16,10 @@ _MAX_THREADS = 16  # each waits for a server most of the time
 
 
 def concurrently(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The results of `function` for each item, in order. Several items run in up to 16 threads; children are kept."""
+    """The results of `function` for each item, in order. Several items run in up to 16 threads."""
     if len(items) == 1:
         return [function(items[0])]
-    with children_kept(), ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="zloader-open") as threads:
+    with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="zloader-open") as threads:
         return list(threads.map(function, items))
 
 

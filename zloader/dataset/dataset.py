@@ -16,7 +16,6 @@ from typing import Any, Literal, cast, overload
 import numpy as np
 
 from zloader.access.location import Location, location_of
-from zloader.common.child import children_kept
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.keywords import answers
 from zloader.common.messages import listed as named
@@ -52,10 +51,9 @@ def open_locations(
 
     With `warn`, joins that lose most genes are warned about.
     """
-    with children_kept():
-        opened = open_all(locations, cache, offline=offline)
-        matrices = Matrices(opened, without_functions(opened.stores, rule))
-        lost = matrices.lost if len(opened.stores) > 1 or not rule.as_stored else ""
+    opened = open_all(locations, cache, offline=offline)
+    matrices = Matrices(opened, without_functions(opened.stores, rule))
+    lost = matrices.lost if len(opened.stores) > 1 or not rule.as_stored else ""
     if warn and lost:
         warn_user(lost)
     return Dataset(opened, Observations(opened), matrices)

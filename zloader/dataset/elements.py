@@ -14,13 +14,12 @@ import contextlib
 import posixpath
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
@@ -47,19 +46,48 @@ _OF_MODALITY = re.compile(r"mod/([^/]+)/.+", re.DOTALL)
 def read_element(node: Any) -> Any:
     """An element as `anndata.io.read_elem` reads it. Raises any error of zarr or anndata for a damaged element."""
     kind = _encoding(node)
-    if isinstance(node, zarr.Array) and kind in _ARRAYS:
-        return node[()]
-    if isinstance(node, zarr.Group) and kind == ("categorical", "0.2.0"):
+    if is_array(node):
+        return node[()] if kind in _ARRAYS else _read_by_anndata(node)
+    if kind == ("categorical", "0.2.0"):
         codes, categories = read_element(node["codes"]), read_element(node["categories"])
         return pd.Categorical.from_codes(codes, categories, ordered=bool(node.attrs["ordered"]))
-    if isinstance(node, zarr.Group) and kind in _MASKED:
+    if kind in _MASKED:
         return getattr(pd.arrays, _MASKED[kind])(read_element(node["values"]), mask=read_element(node["mask"]))
-    if isinstance(node, zarr.Group) and kind == _STRINGS and _reads_strings_as_pandas():
+    if kind == _STRINGS and _reads_strings_as_pandas():
         dtype = pd.StringDtype(na_value=np.nan if node.attrs.get("na-value") == "NaN" else pd.NA)
         strings = pd.array(read_element(node["values"]), dtype=dtype)
         strings[read_element(node["mask"])] = pd.NA
         return strings
-    return load_anndata().io.read_elem(node)
+    return _read_by_anndata(node)
+
+
+def _read_by_anndata(node: Any) -> Any:
+    if (native := getattr(node, "native", None)) is None:
+        return load_anndata().io.read_elem(node)
+    for _, member in () if is_array(node) else node.members():
+        if isinstance(member, FormatError):
+            raise member
+    return read_hdf5_element(native)
+
+
+def read_hdf5_element(native: Any) -> Any:
+    """An element of h5py as anndata reads it, but text that is UTF-8, whatever other tools call it."""
+    try:
+        return load_anndata().io.read_elem(native)
+    except UnicodeDecodeError:
+        return load_anndata().experimental.read_dispatched(native, _text_as_utf8)
+
+
+def _text_as_utf8(read: Callable[[Any], Any], _name: str, element: Any, **_of_type: Any) -> Any:
+    import h5py
+
+    is_text = isinstance(element, h5py.Dataset) and h5py.check_string_dtype(element.dtype) is not None
+    return element.asstr("utf-8")[()] if is_text else read(element)
+
+
+def is_array(node: Any) -> bool:
+    """Whether a node is an array, of zarr or of an HDF5 file, and not a group."""
+    return hasattr(node, "shape")
 
 
 def _encoding(node: Any) -> tuple[Any, Any]:
@@ -211,7 +239,7 @@ class StoredElements(ABC):
         """
         path = f"{frame}/{name}"
         node = self.node(path)
-        if isinstance(node, zarr.Group):
+        if not is_array(node):
             if node.attrs.get("encoding-type") != "categorical":
                 return None
             ordered: Any = node.attrs.get("ordered")

@@ -1,35 +1,39 @@
 """An .h5ad file opened as a store, where it lies.
 
-AnnData has the same elements in HDF5 and in Zarr, so only this differs from a store: the metadata and small arrays come
-from the file's index (dataset/hdf5_store.py), the chunks of a matrix are at the places that its chunk table names, and
-all of them are in one object. With a cache, the index and small arrays are kept in the mirror.
+AnnData has the same elements in HDF5 and in Zarr, so only this differs from a store: nodes are those of h5py
+(reading/hdf5.py), the chunks of an array of numbers are at the places that its chunk table names, and all of them are
+in one object. Columns and row offsets are decoded from their chunks, too. With a cache, the bytes of other elements are
+kept in the mirror, and large chunk tables.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
-from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group
-from zloader.caching.directory import MirrorDirectory
-from zloader.caching.kept import load_object, may_keep, save_object
-from zloader.common.errors import CacheError, FormatError, ZloaderError
-from zloader.common.locks import cached_property
+from zloader.caching.kept import load_array, save_array
+from zloader.common.errors import CorruptChunkError, FormatError, StoreChangedError, ZloaderError
 from zloader.common.options import Cache
-from zloader.common.other_formats import conversion_of_10x, conversion_of_hdf5
-from zloader.dataset.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
+from zloader.common.other_formats import conversion_of_10x, conversion_of_hdf5, why_unreadable
 from zloader.dataset.modalities import ROOTS
 from zloader.dataset.store import OpenedStore
+from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout
+from zloader.storage.placement import ABSENT
 
 if TYPE_CHECKING:
-    from zarr.core.buffer import BufferPrototype
+    from zloader.reading.block_file import BlockFile
 
-_INDEX = "/hdf5-3"  # keys of a store do not begin with a slash; the number is that of its format
+_FEW_CHUNKS = 1 << 10  # whose table is read from the file each time
 
 
 def conversion_of(location: Location) -> str:
@@ -42,103 +46,170 @@ def conversion_of(location: Location) -> str:
     return f"Convert it once: {command} (in Python: zl.convert({source!r}, {store!r}))"
 
 
+def file_of(location: Location) -> tuple[Location, str]:
+    """The directory or prefix that contains a file, and the file's name, which is its key there."""
+    path, name = location.path.rpartition("/")[::2]
+    if location.scheme == "file":
+        return replace(location, url=path or "/"), name
+    return replace(location, url=location.url.rstrip("/").rpartition("/")[0]), name
+
+
 class OpenedFile(OpenedStore):
     """One .h5ad file, as it was when it was opened."""
+
+    _file: BlockFile
 
     def __init__(
         self, location: Location, objects: Listing, *, origin: str, cache: Cache | None, offline: bool = False
     ) -> None:
         """Like OpenedStore. `objects` has one object, under the key "". Raises DeadlineError and StoreChangedError."""
+        self._folder, self.name = file_of(location)
+        self._listed = Listing([(self.name, objects[""])])
+        self._layouts: dict[str, ArrayLayout] = {}  # by path
         super().__init__(location, objects, origin=origin, cache=cache, offline=offline)
-        self.read_from, self.name = file_of(location)
-        self._read_objects, self._sizes = Listing([(self.name, objects[""])]), {self.name: objects[""].size}
+        self.read_from, self._read_objects, self._sizes = self._folder, self._listed, self._listed.sizes
+        self._settle()
 
-    @cached_property
-    def index(self) -> Hdf5Index:
-        """What the file says about itself. Reading it starts a process, unless the mirror has it."""
-        directory = self.mirror_directory
-        content = None if directory is None else load_object(directory, _INDEX)
-        if content is None:
-            if self.offline:
-                raise CacheError(f"the index of {self.location.url} is not in the cache: open the file once online")
-            content = read_index(self.location, self.objects[""])
-            if directory is not None:
-                save_object(directory, _INDEX, content)
-        return Hdf5Index(content, self.location.url)
+    def _open_group(self) -> Any:
+        # Imported here because this imports h5py, which stores do not need.
+        from zloader.reading.block_file import BlockFile, reader_of
+        from zloader.reading.hdf5 import DAMAGE, open_hdf5
+
+        is_local = self.location.scheme == "file"
+        self._file = BlockFile(
+            reader_of(self._folder, self._listed, self.name),
+            self.objects[""].size,
+            ahead=1 if is_local else 64,
+            directory=self.mirror_directory,
+            offline=self.offline,
+        )
+        try:
+            return open_hdf5(self._file, self.location.url, conversion_of(self.location))
+        except ZloaderError:
+            raise
+        except DAMAGE as error:
+            url = self.location.url
+            if not self.offline and (why := why_unreadable(self.location.first_bytes())):
+                raise FormatError(f"{url} {why}") from error
+            raise FormatError(
+                f"{url} cannot be read as HDF5: {error}. It is damaged, truncated, or still being written"
+            ) from error
+
+    def _settle(self) -> None:
+        """Keeps what was read of the file. Raises StoreChangedError if that is no longer the one that was listed."""
+        if self._file.has_read and self.location.scheme != "file":  # a local one is compared at each read
+            self._file.has_read = False
+            if self._folder.find_object(self.name) != self._listed[self.name]:
+                raise StoreChangedError(
+                    f"{self.location.url} has changed since it was opened. Open it again, once it is complete"
+                )
+        self._file.settle()
+
+    def _passing(self, path: str) -> Any:
+        """An array, opened once more to read what is kept decoded or not at all. Its bytes are not kept."""
+        from zloader.reading.hdf5 import open_hdf5
+
+        return open_hdf5(self._file.passing(), self.location.url, conversion_of(self.location))[path]
 
     def require_anndata(self) -> None:
         """Raises FormatError if the file is not an AnnData of version 0.8 or later."""
-        encoding, url, nodes = self.root.attrs.get("encoding-type"), self.location.url, self.index.nodes
-        if any(path.endswith("/barcodes") and path.replace("/barcodes", "/indptr") in nodes for path in nodes):
+        root, url = self.root, self.location.url
+        encoding = root.attrs.get("encoding-type")
+        if encoding in ROOTS:
+            super().require_anndata()
+            return
+        names = list(root)
+        if any({"barcodes", "indptr"} <= set(self.keys(name)) for name in names):
             raise FormatError(f"{url} is a 10x file. {conversion_of_10x(url, 'read_10x_h5')}")
-        if encoding not in ROOTS:
-            raise FormatError(
-                f"{url} is an HDF5 file, but not an .h5ad file of AnnData 0.8 or later: its root has encoding-type "
-                f"{encoding!r}, not 'anndata'. "
-                + (conversion_of(self.location) if {"obs", "var"} <= nodes.keys() else conversion_of_hdf5(url, nodes))
-            )
-        super().require_anndata()
+        raise FormatError(
+            f"{url} is an HDF5 file, but not an .h5ad file of AnnData 0.8 or later: its root has encoding-type "
+            f"{encoding!r}, not 'anndata'. "
+            + (conversion_of(self.location) if {"obs", "var"} <= set(names) else conversion_of_hdf5(url, names))
+        )
 
-    def _open_group(self) -> Any:
-        store = _KeptFile(self.location, self.objects[""], self.index, self.mirror_directory, offline=self.offline)
+    @contextlib.contextmanager
+    def reading(self, path: str, node: Any, start: int = 0, stop: int | None = None) -> Iterator[None]:
+        """As for a store, and keeps what is read."""
+        with super().reading(path, node, start, stop):
+            yield
+            self._settle()
+
+    def window(self, path: str, start: int, stop: int) -> NDArray[Any]:
+        """The rows `[start, stop)` of an array. Raises FormatError if they cannot be read."""
+        node = self.node(path)
         try:
-            return open_zarr_group(store, zarr_format=2)
-        except ZloaderError:
-            raise
-        except UNDECODABLE as error:
-            raise FormatError(
-                f"{self.location.url} cannot be read: {error}. Is it damaged? {conversion_of(self.location)}"
-            ) from error
+            layout = self.array_layout(path)
+        except FormatError:  # such as text
+            layout = None
+        with self.reading(path, node):
+            if layout is None or layout.grid is not None:
+                return np.asarray(self._passing(path)[start:stop])
+            return self._decoded(layout, node.shape, start, stop)
 
-    def node(self, path: str) -> Any:
-        """Like that of a store. Raises FormatError for what cannot be read in place, such as links."""
-        if (why := self.index.refused(path)) is not None:
-            raise FormatError(
-                f"{path} of {self.location.url} cannot be read in place: {why}. {conversion_of(self.location)}"
-            )
-        return super().node(path)
-
-    def __contains__(self, path: str) -> bool:
-        return self.index.refused(path) is not None or super().__contains__(path)
-
-    @property
-    def _known_keys(self) -> Iterable[str]:
-        return self.index.documents
+    def _decoded(self, layout: ArrayLayout, shape: tuple[int, ...], start: int, stop: int) -> NDArray[Any]:
+        """The rows `[start, stop)` of an array of numbers, decoded from its chunks."""
+        row = int(np.prod(shape[1:]))
+        begin, end = (min(max(0, at), shape[0]) * row for at in (start, stop))
+        first, last = begin // layout.chunk_elements, -(-end // layout.chunk_elements)
+        table = layout.find_index(0, self._sizes[self.name], self.location.url)
+        assert isinstance(table, np.ndarray)
+        pieces = [(int(at), int(at + size)) for at, size in table[first:last] if at != ABSENT and size]
+        stored = iter(self._file.read_pieces(pieces))
+        out = np.full((last - first) * layout.chunk_elements, layout.fill_value, layout.dtype)
+        decoder = Decoder(layout)
+        for number, (offset, size) in enumerate(table[first:last].tolist()):
+            if offset == ABSENT or not size:
+                continue
+            chunk = out[number * layout.chunk_elements :][
+                : size // out.itemsize if layout.cut else layout.chunk_elements
+            ]
+            try:
+                decoder.decode(np.frombuffer(next(stored), np.uint8), chunk)
+            except CorruptChunkError as error:
+                where = (
+                    f"{self.location.url}: chunk {first + number} of {layout.path}, bytes {offset}-{offset + size - 1}"
+                )
+                raise CorruptChunkError(f"{where}: {error}. Restore the file") from error
+        begin -= first * layout.chunk_elements
+        return out[begin : end - first * layout.chunk_elements].reshape(-1, *shape[1:])
 
     def array_layout(self, path: str) -> ArrayLayout:
         """The layout of an array of numbers. Raises FormatError if it cannot be read chunk by chunk."""
-        self.node(path)
-        try:
-            return self.index.layout(path, self.name)
-        except FormatError as error:
-            raise FormatError(f"{self.location.url}: {error}") from error
+        if path not in self._layouts:
+            array = self.node(path)
+            array.require_numbers()
+            try:
+                self._layouts[path] = array.layout(self.name, self._chunk_table(path, array))
+            except FormatError as error:
+                raise FormatError(f"{self.location.url}: {error}") from error
+            self._settle()
+        return self._layouts[path]
+
+    def _chunk_table(self, path: str, array: Any) -> Any:
+        if array.native.chunks is None or array.n_chunks <= _FEW_CHUNKS:
+            return array.chunk_table()
+        key, directory, table = f"/chunks/{path}", self.mirror_directory, None
+        if directory is not None:
+            table = load_array(directory, key, shape=(array.n_chunks, 3), dtype=np.dtype(np.uint64))
+        if table is None:
+            table = self._passing(path).chunk_table()
+            if directory is not None:
+                save_array(directory, key, [table], shape=table.shape, dtype=table.dtype)
+        return table
 
     def _genes_layout(self, path: str, n_genes: int) -> ArrayLayout:
         """In the smallest dtype, as 'zloader convert' writes them: a quarter less in memory and in the mirror."""
         return self.array_layout(path).narrowed(n_genes)
 
     def _has_every_object(self, path: str) -> bool:
-        return self.index.has_every_chunk(path)
+        table = self.array_layout(path).placement.table
+        return table is not None and bool((table[:, 0] != ABSENT).all())
 
+    # ---- for the repr
 
-class _KeptFile(Hdf5Store):
-    """The zarr store of a file, whose small chunks are kept in its mirror."""
+    def known_members(self, group: str) -> set[str]:
+        """The members of a group. They may have to be read, as the other parts of the repr of a file."""
+        return set(self.keys(group))
 
-    def __init__(
-        self, location: Location, listed: Any, index: Hdf5Index, directory: MirrorDirectory | None, *, offline: bool
-    ) -> None:
-        super().__init__(location, listed, index)
-        self._kept_in, self._offline = directory, offline
-
-    async def chunk(self, key: str, prototype: BufferPrototype) -> bytes | None:
-        directory = self._kept_in
-        if directory is None:
-            return await super().chunk(key, prototype)
-        content = load_object(directory, key)
-        if content is None and self._offline:
-            raise CacheError(f"{key} of {self._location.url} is not in the mirror: read it once online")
-        if content is None:
-            content = await super().chunk(key, prototype)
-            if content is not None and may_keep(directory, key, len(content)):
-                save_object(directory, key, content)
-        return content
+    def _known(self, path: str) -> Any:
+        return self.node(path) if path in self else None

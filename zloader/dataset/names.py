@@ -14,14 +14,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
 
 from zloader.caching.kept import load_array, save_array
 from zloader.common import page_cache
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
-from zloader.dataset.elements import CodedColumn
+from zloader.dataset.elements import CodedColumn, is_array
 from zloader.dataset.store import OpenedStore
 from zloader.reading.gather import indptr_of
 from zloader.reading.loops import copy_rows
@@ -108,7 +107,7 @@ class ObsNames:
             return self._coded.codes, "categorical"
         path = self._store.index_path("obs")
         node = self._store.node(path)
-        if isinstance(node, zarr.Array):
+        if is_array(node):
             return path, ""
         return f"{path}/values", str(node.attrs.get("encoding-type"))
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
 
 from zloader.caching.kept import load_array, load_object, save_array, save_object
@@ -30,7 +29,7 @@ from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed
 from zloader.common.records import Rows
-from zloader.dataset.elements import CodedColumn
+from zloader.dataset.elements import CodedColumn, is_array
 from zloader.dataset.names import ObsNames
 from zloader.dataset.obsm_arrays import ObsmArrays
 from zloader.dataset.opening import OpenedStores
@@ -126,7 +125,7 @@ class StoreColumns:
         encoding = str(node.attrs.get("encoding-type", "array"))
         if "string" in encoding:
             return "string"
-        values = node if isinstance(node, zarr.Array) else node.get("values")
+        values = node if is_array(node) else node.get("values")
         return encoding if values is None else str(values.dtype)
 
     def n_categories(self, name: str) -> int | None:
@@ -185,14 +184,14 @@ class StoreColumns:
     def _plain(self, name: str) -> NDArray[Any] | None:
         """A column that is stored as an array of numbers or dates; None for any other."""
         node = self.store.node(self.path(name))
-        if not isinstance(node, zarr.Array) or node.dtype.kind not in NUMBERS + _TIMES:
+        if not is_array(node) or node.dtype.kind not in NUMBERS + _TIMES:
             return None
         self._require_shape(name, node.shape)
         return self.store.whole(self.path(name))
 
     def _coded_strings(self, name: str) -> ObsColumn:
         values, mask = self.path(name), None
-        if not isinstance(self.store.node(values), zarr.Array):
+        if not is_array(self.store.node(values)):
             values, mask = f"{values}/values", f"{values}/mask"
             self._require_shape(name, self.store.node(mask).shape)
         array = self.store.node(values)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
 
 from zloader.access.file_source import FileSource
@@ -29,7 +28,7 @@ from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
-from zloader.dataset.elements import StoredElements
+from zloader.dataset.elements import StoredElements, is_array
 from zloader.dataset.modalities import ROOTS, path_of
 from zloader.dataset.transposed import TransposedMatrix
 from zloader.reading.matrix_parts import MatrixPart
@@ -149,7 +148,7 @@ class OpenedStore(StoredElements):
     def matrix_at(self, name: str) -> MatrixLayout:
         """As `matrix`, for the path of a matrix, such as `"mod/rna/X"`."""
         node = self.node(name)
-        if isinstance(node, zarr.Array):
+        if is_array(node):
             n_rows, n_genes = self.shape(name)
             return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self.array_layout(name), genes=None)
         encoding = node.attrs.get("encoding-type")
@@ -182,7 +181,7 @@ class OpenedStore(StoredElements):
     def shape(self, name: str) -> tuple[int, int]:
         """The numbers of rows and genes of a matrix, from its metadata."""
         node = self.node(path_of(name))
-        shape = node.shape if isinstance(node, zarr.Array) else node.attrs.get("shape")
+        shape = node.shape if is_array(node) else node.attrs.get("shape")
         found = matrix_shape(shape)
         if found is None:
             raise self.damaged(name, f"its metadata give {shape!r:.100} as its shape, not rows x genes")
@@ -299,12 +298,8 @@ class OpenedStore(StoredElements):
 
     def known_members(self, group: str) -> set[str]:
         """The members of a group, from the listing."""
-        inside = (key.removeprefix(f"{group}/") for key in self._known_keys if key.startswith(f"{group}/"))
+        inside = (key.removeprefix(f"{group}/") for key in self.objects if key.startswith(f"{group}/"))
         return {name.partition("/")[0] for name in inside if "/" in name}
-
-    @property
-    def _known_keys(self) -> Iterable[str]:
-        return self.objects
 
     def known_length(self, frame: str) -> int | None:
         """The rows of the frame `obs` or `var`, if they are known."""

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
 
 from zloader.common.checks import names_of, require_one_of, require_whole
@@ -23,7 +22,7 @@ from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
-from zloader.dataset.elements import load_anndata
+from zloader.dataset.elements import is_array, load_anndata
 from zloader.dataset.gene_statistics import Batches, StatisticsPass, batches_of
 from zloader.dataset.in_memory import as_scipy, used_categories
 from zloader.dataset.matrices import Matrices
@@ -434,7 +433,7 @@ def _graph_windows(store: OpenedStore, path: str) -> Iterator[GraphWindow]:
             f"{suggestion(path.removeprefix('obsp/'), known)}"
         )
     node = store.node(path)
-    encoding = "dense" if isinstance(node, zarr.Array) else node.attrs.get("encoding-type")
+    encoding = "dense" if is_array(node) else node.attrs.get("encoding-type")
     if encoding != "csr_matrix":
         raise OptionError(f"{where} is {encoding}, but a graph has to be a csr_matrix: write it again with .tocsr()")
     n_rows = store.n_obs

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import zarr
-
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.common.messages import size
 from zloader.dataset.dataset import Dataset
+from zloader.dataset.elements import is_array
 from zloader.dataset.modalities import obs_of, path_of
 from zloader.dataset.obs import columns_of
 from zloader.dataset.store import OpenedStore
@@ -156,7 +155,7 @@ def _matrix(dataset: Dataset, name: str) -> MatrixSummary:
             arrays=[],
             problem=str(error),
         )
-    encodings = ["dense" if isinstance(node, zarr.Array) else str(node.attrs.get("encoding-type")) for node in nodes]
+    encodings = ["dense" if is_array(node) else str(node.attrs.get("encoding-type")) for node in nodes]
     rows = sum(n_rows for n_rows, _ in shapes)
     arrays: dict[str, list[tuple[OpenedStore, ArrayLayout]]] = {}
     problem = None
@@ -201,7 +200,7 @@ def _values(store: OpenedStore, matrix: str) -> Any:
     """The array with the values of a matrix."""
     path = path_of(matrix)
     node = store.node(path)
-    return node if isinstance(node, zarr.Array) else store.node(f"{path}/data")
+    return node if is_array(node) else store.node(f"{path}/data")
 
 
 def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> ArraySummary:

@@ -89,6 +89,7 @@ class Comparison:
 
     def _stored(self, path: str) -> StoredInput:
         root, url = self._dataset.store.root, self._dataset.store.location.url
+        root = getattr(root, "native", root)  # of a file, that of h5py
         return StoredInput(root[path] if path else root, f"{url}/{path}".rstrip("/"), "", objects=[])
 
     def _compare(self, part: Part, options: ConvertOptions) -> None:

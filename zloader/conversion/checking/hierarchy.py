@@ -26,6 +26,7 @@ from zloader.conversion.writing.destination import MARKER
 from zloader.conversion.writing.object_writer import translated
 from zloader.conversion.writing.stored import Chunk, StoredArray
 from zloader.dataset.dataset import Dataset
+from zloader.dataset.elements import is_array
 from zloader.dataset.h5ad import OpenedFile
 from zloader.storage.decode import Decoder
 from zloader.storage.metadata import matrix_shape
@@ -336,12 +337,13 @@ class FileHierarchy(Hierarchy):
         return store
 
     def _read_nodes(self, pool: Executor) -> dict[str, Mapping[str, Any]]:
-        nodes: dict[str, Mapping[str, Any]] = {}
-        for path, node in self._file.index.nodes.items():
-            if "refused" in node:
-                self._findings.add(path, f"cannot be read in place: {node['refused']}")
+        root = self._file.root
+        nodes: dict[str, Mapping[str, Any]] = {"": {"node_type": "group", "attributes": root.attrs}}
+        for path, node in root.members():
+            if isinstance(node, FormatError):
+                self._findings.add(path, node)
             else:
-                nodes[path] = {"node_type": "array" if "shape" in node else "group", "attributes": node["attrs"]}
+                nodes[path] = {"node_type": "array" if is_array(node) else "group", "attributes": node.attrs}
         return nodes
 
     def _open_arrays(self) -> Iterator[tuple[str, zarr.Array[Any]]]:
@@ -410,7 +412,7 @@ class _FileArray(StoredArray):
             if not isinstance(error, CorruptChunkError):
                 raise
             yield error
-        except UNDECODABLE as error:
+        except (*UNDECODABLE, OSError) as error:
             yield CorruptChunkError(f"{self.path} does not decode at row {begin}: {error}")
         else:
             yield np.asarray(found).reshape(-1)

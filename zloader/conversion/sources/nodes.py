@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 
 from zloader.access.zarr_groups import require_fresh, undecodable_key
 from zloader.common.errors import FormatError, SourceError, ZloaderError
-from zloader.reading.hdf5_scan import is_of_numpy
+from zloader.dataset.elements import read_hdf5_element
+from zloader.reading.hdf5 import is_of_numpy
 
 _DEFLATE, _SHUFFLE = 1, 2  # https://docs.hdfgroup.org: identifiers of filters
 _MAX_THREADS = 16
@@ -242,15 +243,7 @@ class Node:
         damaged = self._damaged_key
         with reading(self.at, "cannot be read by anndata", damaged), warnings.catch_warnings():
             warnings.simplefilter("ignore", ad.OldFormatWarning)  # convert writes the new format
-            try:
-                return ad.io.read_elem(self.native)
-            except UnicodeDecodeError:  # other tools type text as ASCII that is UTF-8
-                return ad.experimental.read_dispatched(self.native, _text_as_utf8)
-
-
-def _text_as_utf8(read: Callable[[Any], Any], _name: str, element: Any, **_of_type: Any) -> Any:
-    is_text = isinstance(element, h5py.Dataset) and h5py.check_string_dtype(element.dtype) is not None
-    return element.asstr("utf-8")[()] if is_text else read(element)
+            return read_hdf5_element(self.native)
 
 
 def _decoded(value: Any) -> Any:

@@ -189,7 +189,7 @@ def _in_order(table: Index) -> bool:
 
 def _layout(array: zarr.Array[Any], *, absent_is_fill: bool) -> ArrayLayout | None:
     """The layout of an array, or None if zloader's decoder does not support it, or if chunks hold parts of rows."""
-    if array.ndim == 0 or array.size == 0 or array.dtype.kind not in "biuf":
+    if not isinstance(array, zarr.Array) or array.ndim == 0 or array.size == 0 or array.dtype.kind not in "biuf":
         return None
     try:
         layout = layout_of(array, absent_is_fill=absent_is_fill)
