@@ -35,7 +35,7 @@ _BLOCK_BYTES = 32 << 10  # of arrays without chunks, which are cut into chunks o
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
 _PLUGINS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}
 # What h5py raises for damaged files.
-DAMAGE = (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, struct.error)
+DAMAGE = (OSError, AttributeError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, struct.error)
 
 
 def open_hdf5(file: io.RawIOBase, url: str, advice: str) -> Group:

@@ -2,7 +2,7 @@
 
 A chunk passes through the filters of its array in their order, for example shuffle, gzip, fletcher32 (HDF5 File Format
 Specification, IV.A.2.l). A compressor that cannot make a chunk smaller is left out for this chunk, whose size is then
-that of the decoded chunk; `zloader.reading.hdf5_scan` refuses files in which this could be mistaken. Every step returns
+that of the decoded chunk; `zloader.reading.hdf5` refuses files in which this could be mistaken. Every step returns
 at most the bytes that a chunk may hold.
 """
 
