@@ -59,11 +59,10 @@ def rows_of(root: Path, layout: ArrayLayout, rows: np.ndarray) -> np.ndarray:
     spans, absent = chunk_spans(layout, chunks, indexes, gap_bytes=64, max_read_bytes=200)
     reads = ChunkReads(spans)
     stored = [(root / each.span.key).read_bytes()[each.span.start : each.span.stop] for each in spans]
-    at, here = reads.find(needed.chunks)
+    jobs, out = reads.located(needed.chunks, needed.jobs), np.full(needed.n_elements, 99, layout.dtype)
+    here = jobs["read"] >= 0
     np.testing.assert_array_equal(distinct(needed.chunks[~here]), absent)
-    jobs, out = needed.jobs[here], np.full(needed.n_elements, 99, layout.dtype)
-    _, jobs["read"], jobs["offset"], jobs["size"] = (of_chunk[at[here]] for of_chunk in reads.table)
-    assert not Decoder(layout).decode_all(stored, jobs, out)
+    assert not Decoder(layout).decode_all(stored, jobs[here], out)
     for job in needed.jobs[~here]:
         columns = slice(job["column"], job["column"] + job["stop"] - job["first"])
         columns_of(layout.grid, out, job["begin"], job["rows"])[:, columns] = layout.fill_value

@@ -114,10 +114,11 @@ class RowsFile:
 
     def missing(self, blocks: Rows) -> Rows:
         """The blocks that are absent or damaged, in the order given; verifies checksums on first use."""
-        missing = ~self._present(blocks)
+        words = self._words[blocks]
+        missing = ~is_present(words)
         unverified = np.flatnonzero(~missing & ~self._verified[blocks])
         if len(unverified):
-            words = self._words[blocks[unverified]]
+            words = words[unverified]
             starts, stops = self._bounds(blocks[unverified])
             content = self._mapped(stops, int((stops - starts).sum()))
             checked = zip(unverified.tolist(), words.tolist(), starts.tolist(), stops.tolist(), strict=True)

@@ -61,7 +61,7 @@ class NeededRows:
     @cached_property
     def ahead_bytes(self) -> int:
         """The memory that the rows take until they are gathered, about, in the buffer or in the page cache."""
-        return self.buffer_bytes or int(len(self.rows) * self.reader.row_bytes)
+        return self.buffer_bytes if self.through else int(len(self.rows) * self.reader.row_bytes)
 
     @property
     def chooses_later(self) -> bool:
@@ -353,9 +353,8 @@ class MatrixReader:
             starts, stops = starts[firsts], stops[np.minimum(firsts + form.block_rows, len(stops)) - 1]
         wrong = []
         for array, reads, of_reads, to in zip(self._arrays, batch.reads, batch.shared(stored), places, strict=True):
-            jobs, part = jobs_of(array.layout, starts, stops, to), words_of(memory, array.layout.dtype)
-            array.fill_absent(reads, *jobs, part)
-            wrong += array.decode(reads, *jobs, part, of_reads)
+            jobs, part = reads.located(*jobs_of(array.layout, starts, stops, to)), words_of(memory, array.layout.dtype)
+            wrong += array.decode(reads, jobs, part, of_reads)
         if not wrong:
             mirror.put(blocks, ends, memory)
         return wrong
@@ -368,8 +367,7 @@ class MatrixReader:
         parts: list[NDArray[Any]] = []
         for array, each, reads, of_reads in zip(self._arrays, needed, batch.reads, batch.shared(stored), strict=True):
             part = each.elements(self._resources.own_buffer(f"decoded {len(parts)}", each.n_bytes))
-            array.fill_absent(reads, each.chunks, each.jobs, part)
-            wrong += array.decode(reads, each.chunks, each.jobs, part, of_reads)
+            wrong += array.decode(reads, reads.located(each.chunks, each.jobs), part, of_reads)
             part.flags.writeable = False  # as of all rows, or else numba compiles more loops
             parts.append(part)
         if not wrong:

@@ -47,10 +47,14 @@ class ChunkReads:
         order = np.argsort(chunks, kind="stable")
         self.table: Sequence[Rows] = [of_chunk[order] for of_chunk in (chunks, read, offsets, sizes)]
 
-    def find(self, chunks: Rows) -> tuple[Rows, NDArray[np.bool_]]:
-        """Where chunks are in the table, and which of them are there."""
+    def located(self, chunks: Rows, jobs: NDArray[Any]) -> NDArray[Any]:
+        """The jobs with the places of their chunks. The read of a chunk that is in none is -1."""
         at = np.searchsorted(self.table[0], chunks)
-        return at, np.append(self.table[0], -1)[at] == chunks
+        here = np.append(self.table[0], -1)[at] == chunks
+        jobs = jobs.copy()
+        _, jobs["read"], jobs["offset"], jobs["size"] = (np.append(of_chunk, -1)[at] for of_chunk in self.table)
+        jobs["read"][~here] = -1
+        return jobs
 
 
 class ArrayReader:
@@ -79,7 +83,8 @@ class ArrayReader:
         """Loads the needed elements into a buffer. Reads with a smaller `turn` go first."""
         out, resources = needed.elements(buffer), self._resources
         reads = await self.reads(distinct(needed.chunks), turn)
-        self.fill_absent(reads, needed.chunks, needed.jobs, out)
+        jobs = reads.located(needed.chunks, needed.jobs)
+        self.decode(reads, jobs[jobs["read"] < 0], out, [])
         stored_bytes = min(_BATCH_BYTES, resources.options.in_flight_bytes // _BATCHES_IN_FLIGHT)
         chunk_bytes = self.layout.chunk_elements * self.layout.dtype.itemsize
         async with asyncio.TaskGroup() as group:
@@ -112,34 +117,36 @@ class ArrayReader:
             self._resources.in_flight.release(total_bytes(batch) + self._scratch_bytes)
 
     async def _read_once(self, needed: Needed, out: NDArray[Any], pieces: Sequence[ChunkSpan]) -> Corrupt:
-        decode = partial(self.decode, ChunkReads(pieces), needed.chunks, needed.jobs, out)
+        reads = ChunkReads(pieces)
+        jobs = reads.located(needed.chunks, needed.jobs)
+        decode = partial(self.decode, reads, jobs[jobs["read"] >= 0], out)
         return await self._resources.decode([piece.span for piece in pieces], decode)
 
-    def decode(self, reads: ChunkReads, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any], stored: Stored) -> Corrupt:
-        """Does the jobs whose chunks were read; returns the corrupt spans, each with its first error."""
-        at, here = reads.find(chunks)
-        chunks, jobs = chunks[here], jobs[here]
-        _, jobs["read"], jobs["offset"], jobs["size"] = (of_chunk[at[here]] for of_chunk in reads.table)
+    def decode(self, reads: ChunkReads, jobs: NDArray[Any], out: NDArray[Any], stored: Stored) -> Corrupt:
+        """Does jobs; returns the corrupt spans, each with its first error.
+
+        Chunks that are in no read were never written: they are the fill value.
+        """
+        absent = jobs["read"] < 0
+        if absent.any():
+            self._fill(jobs[absent], out)
+            jobs = jobs[~absent]
         corrupt: dict[int, tuple[ChunkSpan, CorruptChunkError]] = {}
         for job, error in self._decoder.decode_all(stored, jobs, out):
             read, start, size = (int(jobs[name][job]) for name in ("read", "offset", "size"))
-            where = self._describe(reads.pieces[read].span, start, start + size, int(chunks[job]))
-            corrupt.setdefault(read, (reads.pieces[read], explained(error, where)))
+            piece = reads.pieces[read]
+            chunk = int(piece.chunks[piece.offsets == start][0])
+            where = self._describe(piece.span, start, start + size, chunk)
+            corrupt.setdefault(read, (piece, explained(error, where)))
         return list(corrupt.values())
 
-    def fill_absent(self, reads: ChunkReads, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any]) -> None:
-        """Does the jobs whose chunks are in no read, because they were never written: they are the fill value."""
-        if not self.layout.absent_is_fill:
-            return
-        _, here = reads.find(chunks)
-        absent = jobs[~here]
-        if len(absent):
-            self.layout.check_bounds(np.atleast_1d(self.layout.fill_value))
+    def _fill(self, jobs: NDArray[Any], out: NDArray[Any]) -> None:
+        self.layout.check_bounds(np.atleast_1d(self.layout.fill_value))
         if (grid := self.layout.grid) is not None:
-            for _, _, _, begin, first, stop, _, rows, column in absent.tolist():
+            for _, _, _, begin, first, stop, _, rows, column in jobs.tolist():
                 columns_of(grid, out, begin, rows)[:, column : column + stop - first] = self.layout.fill_value
             return
-        for begin, n in zip(absent["begin"].tolist(), (absent["stop"] - absent["first"]).tolist(), strict=True):
+        for begin, n in zip(jobs["begin"].tolist(), (jobs["stop"] - jobs["first"]).tolist(), strict=True):
             out[begin : begin + n] = self.layout.fill_value
 
     def _describe(self, span: Span, start: int, stop: int, chunk: int) -> str:
