@@ -273,7 +273,7 @@ def test_fetches_and_groups_of_any_size_come_through(fetches, growth):
                 number, x_bytes, claim = job
                 sizes.made(x_bytes, growth * x_bytes)
                 put.claimed([(number, x_bytes)], growth * x_bytes, claim)
-                budget = put._channel.budget
+                budget = put._budget
                 held[number] = growth * x_bytes
                 most_held[0] = max(most_held[0], budget._held)
 

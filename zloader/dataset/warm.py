@@ -22,7 +22,7 @@ from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
 from zloader.common.records import Held, Rows
 from zloader.dataset.dataset import Dataset, require_dataset
-from zloader.reading.bridge import Bridge, Put
+from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_reader import MatrixReader
 from zloader.reading.resources import Counters
@@ -100,7 +100,7 @@ def warm(
         held, elapsed_s = contents_of(_files(parts)), time.perf_counter() - began
         return Warmed(**held, gets=counters.gets, bytes_read=counters.bytes_read, elapsed_s=elapsed_s)
 
-    async def produce(put: Put[None]) -> None:
+    async def produce(put: Channel[None]) -> None:
         await _fill_all(parts, options, counters, put)
 
     # Counting the chunks of a billion rows takes a tenth of a second, and there are a hundred thousand windows.
@@ -116,7 +116,7 @@ def _files(parts: Sequence[MatrixPart]) -> list[RowsFile]:
     return [part.mirror.rows for part in parts if part.mirror is not None]
 
 
-async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, put: Put[None]) -> None:
+async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, put: Channel[None]) -> None:
     """Reads all blocks, window by window, and puts one item after each window."""
     in_flight = asyncio.Semaphore(_WINDOWS)
     with opened_readers(parts, options, counters, sweeping=MAX_COUNT) as readers:

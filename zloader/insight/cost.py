@@ -20,7 +20,7 @@ from zloader.common.records import Rows, Span
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.store import OpenedStore
 from zloader.order.plan import Plan
-from zloader.reading.bridge import Bridge, Put
+from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.read_plan import FillPlanner, ReadPlanner, planner_of, share_of
 from zloader.reading.shard_indexes import ShardIndexes
 from zloader.selecting.groups import shares
@@ -193,7 +193,7 @@ def read_indexes(
     async def read(spans: Sequence[Span], _: int) -> Sequence[bytes]:
         return await source.read(spans)
 
-    async def produce(put: Put[dict[int, ObjectIndex]]) -> None:
+    async def produce(put: Channel[dict[int, ObjectIndex]]) -> None:
         await put([await indexes.of(shards, read)], 0)
 
     (found,) = Bridge(produce, ready_bytes=1, name="zloader-indexes")

@@ -27,7 +27,7 @@ from zloader.common.checks import one_or_more
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
 from zloader.dataset.dataset import Dataset
-from zloader.reading.bridge import Bridge, Put
+from zloader.reading.bridge import Bridge, Channel
 
 _FIRST_BYTES, _MOST_READ_BYTES = 64 << 10, 2 << 20
 _GAIN = 1.3  # times the bytes per second, for which reads of twice the size are worth it
@@ -108,7 +108,7 @@ def link_bytes_per_s(
                 continue
             growing.discard(lane)
 
-    async def produce(put: Put[None]) -> None:
+    async def produce(put: Channel[None]) -> None:
         try:
             async with asyncio.timeout(most_s), asyncio.TaskGroup() as group:
                 for lane in range(lanes):

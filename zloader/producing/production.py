@@ -26,7 +26,7 @@ from zloader.producing.window import (
     OpenFetch,
     Window,
 )
-from zloader.reading.bridge import Put
+from zloader.reading.bridge import Channel
 from zloader.reading.resources import Counters
 
 _MOST_LOSSES = 16  # of producers that make the same fetch, without any progress
@@ -88,7 +88,7 @@ class Production:
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def run(self, put: Put[Any]) -> None:
+    async def run(self, put: Channel[Any]) -> None:
         """Puts all minibatches. Raises the first error in their order."""
         self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
@@ -99,7 +99,7 @@ class Production:
             for task in others:
                 task.cancel()
 
-    async def _put_in_order(self, put: Put[Any]) -> None:
+    async def _put_in_order(self, put: Channel[Any]) -> None:
         window = self._window
         while not window.done:
             fetch = window.head

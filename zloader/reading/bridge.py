@@ -26,50 +26,20 @@ from zloader.reading.gates import ByteBudget
 Item = TypeVar("Item")
 
 
-class _Channel(Generic[Item]):
-    """The state shared by the two threads. It does not refer to the Bridge, so a dropped Bridge is collected."""
+class Channel(Generic[Item]):
+    """What a producer puts groups of items into, whose bytes are held until the consumer takes them.
+
+    It has the state shared by the two threads, and does not refer to the Bridge, so a dropped Bridge is collected.
+    """
 
     def __init__(self, ready_bytes: int) -> None:
-        self.budget = ByteBudget(ready_bytes)
         self.taken: queue.SimpleQueue[tuple[Sequence[Item], int] | BaseException | None] = queue.SimpleQueue()
-        # Reentrant, because garbage collection may close a dropped Bridge on a thread that already holds its lock.
-        self.lock = threading.RLock()
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.task: asyncio.Task[None] | None = None
         self.closed = False
-
-    def give_back(self, n_bytes: int) -> None:
-        """Returns bytes to the producer's budget. The consumer's thread calls this when it has taken a group."""
-        with self.lock:
-            if self.loop is not None:
-                self.loop.call_soon_threadsafe(self.budget.release, n_bytes)
-
-    def cancel(self) -> None:
-        """Cancels the producer. Safe on any thread, at any time, and more than once."""
-        with self.lock:
-            self.closed = True
-            if self.loop is not None and self.task is not None:
-                self.loop.call_soon_threadsafe(self.task.cancel)
-
-    async def run(self, produce: Producer[Item]) -> None:
-        """Runs the producer on its own loop, from start to end."""
-        task = asyncio.ensure_future(produce(Put(self)))
-        with self.lock:
-            self.loop, self.task = asyncio.get_running_loop(), task
-            if self.closed:
-                task.cancel()
-        try:
-            await task
-        finally:
-            with self.lock:
-                self.loop = None
-
-
-class Put(Generic[Item]):
-    """Hands groups of items to the consumer. Their bytes are held until it takes them."""
-
-    def __init__(self, channel: _Channel[Item]) -> None:
-        self._channel = channel
+        self._budget = ByteBudget(ready_bytes)
+        # Reentrant, because garbage collection may close a dropped Bridge on a thread that already holds its lock.
+        self._lock = threading.RLock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, items: Sequence[Item], n_bytes: int) -> None:
         """Puts items, once they fit beside those that wait."""
@@ -78,15 +48,41 @@ class Put(Generic[Item]):
 
     async def claim(self, n_bytes: int) -> None:
         """Waits until so many bytes fit, and holds them for items that will be made. Claims are granted in order."""
-        await self._channel.budget.acquire(n_bytes)
+        await self._budget.acquire(n_bytes)
 
     def claimed(self, items: Sequence[Item], n_bytes: int, claim: int) -> None:
         """Puts items that take `n_bytes`, for which `claim` bytes are held."""
-        self._channel.budget.release(claim - n_bytes)
-        self._channel.taken.put((items, n_bytes))
+        self._budget.release(claim - n_bytes)
+        self.taken.put((items, n_bytes))
+
+    def give_back(self, n_bytes: int) -> None:
+        """Returns bytes to the budget. The consumer's thread calls this when it has taken a group."""
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._budget.release, n_bytes)
+
+    def cancel(self) -> None:
+        """Cancels the producer. Safe on any thread, at any time, and more than once."""
+        with self._lock:
+            self.closed = True
+            if self._loop is not None and self._task is not None:
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+    async def run(self, produce: Producer[Item]) -> None:
+        """Runs the producer on its own loop, from start to end."""
+        task = asyncio.ensure_future(produce(self))
+        with self._lock:
+            self._loop, self._task = asyncio.get_running_loop(), task
+            if self.closed:
+                task.cancel()
+        try:
+            await task
+        finally:
+            with self._lock:
+                self._loop = None
 
 
-Producer = Callable[[Put[Item]], Awaitable[None]]
+Producer = Callable[[Channel[Item]], Awaitable[None]]
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -95,7 +91,7 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _thread_main(channel: _Channel[Item], produce: Producer[Item]) -> None:
+def _thread_main(channel: Channel[Item], produce: Producer[Item]) -> None:
     try:
         asyncio.run(channel.run(produce))
     except asyncio.CancelledError as error:
@@ -106,20 +102,17 @@ def _thread_main(channel: _Channel[Item], produce: Producer[Item]) -> None:
         channel.taken.put(None)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _close(
-    channel: _Channel[Item],
+    channel: Channel[Item],
     thread: threading.Thread,
     owner: threading.Thread,
     pid: int,
-    close_source: Callable[[], object],
+    source: Bridge[Any] | None,
 ) -> None:
     if os.getpid() != pid:
         return  # a forked child has a copy of these objects, but not the thread
-    close_source()  # first, because the producer may be waiting for it
+    if source is not None:
+        source.close()  # first, because the producer may be waiting for it
     channel.cancel()
     # Garbage may be collected on any thread, even on one that the loop is waiting for, so joining could deadlock. Only
     # the owner and the main thread join, and with a timeout. A thread that has not started yet ends when it starts.
@@ -142,14 +135,13 @@ class Bridge(Generic[Item], Iterator[Item]):
     ) -> None:
         require_main_thread()
         self.wait_s = 0.0
-        self._channel: _Channel[Item] = _Channel(ready_bytes)
+        self._channel: Channel[Item] = Channel(ready_bytes)
         self._ready: deque[Item] = deque()  # it drops each item, which may be large, as it is taken
         self._pid = os.getpid()
         thread = threading.Thread(target=_thread_main, args=(self._channel, produce), name=name, daemon=True)
         # Registered before the thread starts, because an interrupt may arrive during the start.
-        close_source = _nothing if source is None else source.close
         self.close: weakref.finalize[Any, Bridge[Any]] = weakref.finalize(
-            self, _close, self._channel, thread, threading.current_thread(), self._pid, close_source
+            self, _close, self._channel, thread, threading.current_thread(), self._pid, source
         )
         try:
             thread.start()

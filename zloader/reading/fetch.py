@@ -25,7 +25,7 @@ from zloader.common.concurrent_calls import aside
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, TokenRows, X
 from zloader.order.plan import Fetch
-from zloader.reading.bridge import Bridge, Put
+from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.column_rows import LoadedColumn, PagedColumn, load_column, rows_of
 from zloader.reading.gates import Ahead, ByteBudget, GroupSizes
 from zloader.reading.group_bytes import GroupBytes
@@ -41,34 +41,20 @@ log = logging.getLogger("zloader")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Planned:
-    """A fetch before its reads. `x` has its rows in each matrix, `columns` those in each paged column."""
+class _Loaded:
+    """A fetch whose elements are in memory: its rows in each matrix, and those in each paged column.
+
+    `buffer`, and `ahead_bytes` of the memory of fetches, are given back when all its minibatches are made.
+    """
 
     fetch: Fetch
-    x: list[PlannedRows]
-    columns: dict[PagedColumn, PlannedRows]
-
-    @property
-    def n_bytes(self) -> int:
-        """Buffer bytes for the decoded elements."""
-        return sum(rows.n_bytes for rows in self.x)
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Bytes that it takes of `buffer_bytes`."""
-        return sum(rows.ahead_bytes for rows in self.x)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    """A fetch whose elements are in memory. `buffer` is given back when all minibatches are gathered."""
-
-    planned: _Planned
     x: list[LoadedRows]
     columns: Mapping[PagedColumn, LoadedColumn]
     buffer: NDArray[np.uint8]
+    ahead_bytes: int
 
 
+_PlannedColumns: TypeAlias = dict[PagedColumn, PlannedRows]
 # Minibatches that a thread makes, and the bytes of their x. After the last ones of a fetch comes the fetch itself.
 _Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Future[tuple[Sequence[Any], float]], int, int] | _Loaded | None]"
 
@@ -95,7 +81,7 @@ class FetchScheduler:
         """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
         return Bridge(partial(self._run, fetches), ready_bytes=self._options.ready_bytes, name=name)
 
-    async def _run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
+    async def _run(self, fetches: Iterable[Fetch], put: Channel[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`. Raises the first error of any read."""
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
         jobs: _Jobs = asyncio.Queue()
@@ -125,49 +111,53 @@ class FetchScheduler:
             await self._ahead.acquire()
             # Aside if it may read row offsets from a store.
             looks_up = any(reader.looks_up for reader in readers)
-            planned = await aside(self._plan, fetch, readers) if looks_up else self._plan(fetch, readers)
-            await self._room.acquire(planned.ahead_bytes)
-            loads.put_nowait(group.create_task(self._load(planned, turn)))
+            x, columns = await aside(self._plan, fetch, readers) if looks_up else self._plan(fetch, readers)
+            ahead_bytes = sum(rows.ahead_bytes for rows in x)
+            await self._room.acquire(ahead_bytes)
+            loads.put_nowait(group.create_task(self._load(fetch, x, columns, ahead_bytes, turn)))
         loads.put_nowait(None)
 
-    def _plan(self, fetch: Fetch, readers: list[MatrixReader]) -> _Planned:
+    def _plan(self, fetch: Fetch, readers: list[MatrixReader]) -> tuple[list[PlannedRows], _PlannedColumns]:
+        """The rows of a fetch in each matrix, and those in each paged column."""
         rows, n_stores = fetch.rows, len(self._ends)
         at = dict(shares(self._ends, rows)) if n_stores else {}
         of_arrays = [readers[first : first + n_stores] for first in range(0, len(readers), max(1, n_stores))]
         n_matrices = len(self._recipe.x)
         matrices = zip(self._recipe.x.values(), of_arrays[:n_matrices], strict=True)
         columns = zip(self._recipe.columns.paged, of_arrays[n_matrices:], strict=True)
-        return _Planned(
-            fetch=fetch,
-            x=[plan_rows(parts, each, rows, at, self._ends) for parts, each in matrices],
-            columns={column: plan_rows(column.parts, each, rows, at, self._ends) for column, each in columns},
+        return (
+            [plan_rows(parts, each, rows, at, self._ends) for parts, each in matrices],
+            {column: plan_rows(column.parts, each, rows, at, self._ends) for column, each in columns},
         )
 
-    async def _load(self, planned: _Planned, turn: int) -> _Loaded:
-        buffer, used = self._buffers.take(planned.n_bytes), 0
+    async def _load(
+        self, fetch: Fetch, x: list[PlannedRows], columns: _PlannedColumns, ahead_bytes: int, turn: int
+    ) -> _Loaded:
+        buffer, used = self._buffers.take(sum(rows.n_bytes for rows in x)), 0
         loads = []
         async with asyncio.TaskGroup() as group:
-            for rows in planned.x:
+            for rows in x:
                 slot = buffer[used : used + rows.n_bytes]
                 used += rows.n_bytes
                 loads.append(group.create_task(load_rows(rows, slot, turn=turn)))
-            columns = {column: group.create_task(load_column(rows, turn)) for column, rows in planned.columns.items()}
+            of_columns = {column: group.create_task(load_column(rows, turn)) for column, rows in columns.items()}
         return _Loaded(
-            planned=planned,
+            fetch=fetch,
             x=[load.result() for load in loads],
-            columns={column: load.result() for column, load in columns.items()},
+            columns={column: load.result() for column, load in of_columns.items()},
             buffer=buffer,
+            ahead_bytes=ahead_bytes,
         )
 
     def _without_x(self, loaded: _Loaded) -> MinibatchArrays:
         """All rows of a fetch without x. Their obs and obsm are taken for all at once, block by block."""
-        rows = loaded.planned.fetch.rows
+        rows = loaded.fetch.rows
         without_x = MinibatchArrays(
             x={},
             obs={name: column.taken(rows) for name, column in self._columns.items()},
             obsm={name: rows_of(array, rows, loaded.columns) for name, array in self._obsm.items()},
             index=rows,
-            sets=loaded.planned.fetch.sets,
+            sets=loaded.fetch.sets,
             present={name: has[rows] for name, has in self._recipe.columns.present.items()},
         )
         self._tell_of_missing_labels(without_x.obs)
@@ -192,7 +182,7 @@ class FetchScheduler:
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
         threads: ThreadPoolExecutor,
         jobs: _Jobs,
-        put: Put[MinibatchArrays],
+        put: Channel[MinibatchArrays],
     ) -> None:
         """Begins to gather the minibatches of each load in threads, as fast as they fit into memory."""
         recipe, columns = self._recipe, self._recipe.columns
@@ -206,8 +196,8 @@ class FetchScheduler:
             busy_s = self.counters.decode_s + self.counters.gather_s
             self._ahead.loaded(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
             without_x, _ = await begun(threads, self._without_x, loaded)
-            n_bytes = GroupBytes(recipe, loaded.planned.fetch, [rows.planned for rows in loaded.x])
-            for cuts in self._sizes.groups(loaded.planned.fetch.cuts, n_bytes):
+            n_bytes = GroupBytes(recipe, loaded.fetch, [rows.planned for rows in loaded.x])
+            for cuts in self._sizes.groups(loaded.fetch.cuts, n_bytes):
                 x_bytes = n_bytes(cuts)
                 claim = self._sizes.claim(x_bytes)
                 await put.claim(claim)
@@ -215,12 +205,12 @@ class FetchScheduler:
             jobs.put_nowait(loaded)
         jobs.put_nowait(None)
 
-    async def _put_in_order(self, jobs: _Jobs, put: Put[MinibatchArrays]) -> None:
+    async def _put_in_order(self, jobs: _Jobs, put: Channel[MinibatchArrays]) -> None:
         """Puts minibatches as they are made, and frees each fetch after its last one."""
         while (job := await jobs.get()) is not None:
             if isinstance(job, _Loaded):
                 self._buffers.give_back(job.buffer)
-                self._room.release(job.planned.ahead_bytes)
+                self._room.release(job.ahead_bytes)
                 self._ahead.release()
                 continue
             making, x_bytes, claim = job
@@ -232,7 +222,7 @@ class FetchScheduler:
 
     def _make(self, loaded: _Loaded, without_x: MinibatchArrays, cuts: Rows) -> Sequence[Any]:
         """Gathers the minibatches between cuts."""
-        taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
+        taken = loaded.fetch.order[cuts[0] : cuts[-1]]
         rows = without_x.index[taken]
         together = MinibatchArrays(
             x=self._x(loaded, taken, rows),

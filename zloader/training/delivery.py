@@ -25,7 +25,7 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from zloader.common.records import MinibatchArrays, Rows
-from zloader.reading.bridge import Bridge, Put
+from zloader.reading.bridge import Bridge, Channel
 from zloader.training.devices import Device, Sent, parts_of
 from zloader.training.minibatch import Minibatch
 from zloader.training.packed import PackedRows, dense_of_distinct
@@ -144,7 +144,7 @@ def deliver(
     most `ahead_bytes` together.
     """
 
-    async def produce(put: Put[Delivered]) -> None:
+    async def produce(put: Channel[Delivered]) -> None:
         with contextlib.closing(_Sending(lent, delivery)) as sending:
             for arrays in host:
                 minibatch = minibatch_of(arrays)
