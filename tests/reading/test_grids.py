@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from zloader.common.errors import FormatError
 from zloader.reading.read_plan import Needed
 from zloader.reading.reader import ChunkReads
-from zloader.storage.decode import Decoder, columns_of
-from zloader.storage.layout import ArrayLayout, Grid, chunk_spans, chunks_of, distinct
+from zloader.storage.decode import Decoder, _copy_parts, columns_of, copy_parts
+from zloader.storage.layout import ArrayLayout, Grid, MatrixLayout, chunk_spans, chunks_of, distinct
 from zloader.storage.metadata import layout_of
 from zloader.storage.placement import ABSENT, ObjectIndex
+from zloader.storage.row_blocks import RowForm
 
 # shape, chunks, shards (None: not sharded)
 GRIDS: dict[str, Any] = {
@@ -164,3 +166,36 @@ def test_chunks_that_were_not_written_are_absent_in_shards_of_both_axes(tmp_path
     table = layout.placement.parse(shards[3].read_bytes()[span.start : span.stop], 3, size)
     assert np.flatnonzero(table[:, 0] != ABSENT).tolist() == [0]
     np.testing.assert_array_equal(rows_of(tmp_path, layout, np.arange(16)), values)
+
+
+@given(data=st.data(), dtype=st.sampled_from(["u1", "u2", "u4", "u8"]))
+def test_parts_are_copied_alike_with_and_without_the_compiler(data: st.DataObject, dtype: str) -> None:
+    shape, chunk = (data.draw(st.tuples(st.integers(1, 20), st.integers(1, 9))) for _ in range(2))
+    grid = Grid.of("X", shape, chunk, chunk)
+    if grid is None:
+        return
+    layout = ArrayLayout.plain("X", dtype, n_elements=math.prod(shape), chunk_elements=math.prod(chunk))
+    layout = replace(layout, grid=grid)
+    rows = np.array(data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=12)), np.int64)
+    needed = Needed.of(layout, rows * shape[1], (rows + 1) * shape[1])
+    whole = np.random.default_rng(0).integers(0, 250, math.prod(chunk)).astype(dtype)
+    plain, fast = (np.zeros(needed.n_elements, dtype) for _ in range(2))
+    _copy_parts(needed.jobs, whole, plain, grid.part_elements, grid.row_elements)
+    copy_parts._compiled()(needed.jobs, whole, fast, grid.part_elements, grid.row_elements)
+    np.testing.assert_array_equal(plain, fast)
+    columns = np.arange(shape[1])
+    wanted = whole.reshape(chunk)[(rows % chunk[0])[:, None], columns % chunk[1]]
+    np.testing.assert_array_equal(fast.reshape(wanted.shape), wanted)
+
+
+# Rows of a chunk, bytes of a row, rows of a block: about 128 KiB in a divisor of the rows of a chunk.
+BLOCKS = {(1250, 8000): 25, (750, 2800): 50, (313, 8000): 313, (751, 2800): 751, (100_003, 800): 1, (3, 2800): 45}
+
+
+@pytest.mark.parametrize(("chunk", "rows"), BLOCKS.items(), ids=str)
+def test_blocks_of_a_mirror_divide_bands_and_are_not_tiny(chunk: tuple[int, int], rows: int) -> None:
+    shape = (200_000, chunk[1] // 4)
+    grid = Grid.of("X", shape, (chunk[0], 5), (chunk[0], 5))
+    values = ArrayLayout.plain("X", "f4", n_elements=math.prod(shape), chunk_elements=chunk[0] * 5)
+    matrix = MatrixLayout(path="X", n_rows=shape[0], n_genes=shape[1], values=replace(values, grid=grid), genes=None)
+    assert RowForm.of(matrix, None, compact=False).block_rows == rows

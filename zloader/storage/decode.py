@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,20 +89,18 @@ class Decoder:
         self, grid: Grid, views: Sequence[Bytes], parts: NDArray[Any], out: NDArray[Any]
     ) -> list[tuple[int, CorruptChunkError]]:
         whole = np.empty(self._layout.chunk_elements if len(parts) else 0, self._dtype)
+        bits, to = whole.view(f"u{whole.itemsize}"), out.view(f"u{out.itemsize}")
         corrupt: list[tuple[int, CorruptChunkError]] = []
-        done, bad = (-1, -1), False
-        for i, (read, offset, size, begin, first, stop, _, rows, column) in enumerate(parts.tolist()):
-            if done != (read, offset):
-                done, bad = (read, offset), False
-                try:
-                    self._decode_whole(views[read][offset : offset + size], whole)
-                except CorruptChunkError as error:
-                    bad = True
-                    corrupt.append((i, error))
-            if not bad:
-                row, place = divmod(first, grid.part_elements)
-                part = whole.reshape(-1, grid.part_elements)[row : row + rows, place : place + stop - first]
-                columns_of(grid, out, begin, rows)[:, column : column + stop - first] = part
+        same = (parts["read"][1:] == parts["read"][:-1]) & (parts["offset"][1:] == parts["offset"][:-1])
+        opens = np.flatnonzero(np.append(True, ~same)[: len(parts)]).tolist()
+        for begin, end in itertools.pairwise([*opens, len(parts)]):
+            read, offset, size = (int(parts[name][begin]) for name in ("read", "offset", "size"))
+            try:
+                self._decode_whole(views[read][offset : offset + size], whole)
+            except CorruptChunkError as error:
+                corrupt.append((begin, error))
+            else:
+                copy_parts(parts[begin:end], bits, to, grid.part_elements, grid.row_elements)
         return corrupt
 
     def _decode_at_once(
@@ -214,6 +213,28 @@ CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin
 # The same for a chunk of a grid, of which so many `rows` are needed, one after another in the chunk, too. `first` and
 # `stop` are those of the first row. From `begin` on there are whole rows, and the elements belong to `column` of each.
 PART = np.dtype([*CHUNK.descr, ("rows", np.int64), ("column", np.int64)])
+_MANY_PARTS = 1 << 14  # of one chunk; whoever copies more of them at once may do so often, and needs the compiler
+
+
+def _copy_parts(parts: NDArray[Any], whole: NDArray[Any], out: NDArray[Any], part_elements: int, n: int) -> Any:
+    if len(parts) > _MANY_PARTS:
+        return NotImplemented
+    from_rows = whole.reshape(-1, part_elements)
+    for _, _, _, begin, first, stop, _, rows, column in parts.tolist():
+        row, place = divmod(first, part_elements)
+        to_rows = out[begin : begin + rows * n].reshape(rows, n)
+        to_rows[:, column : column + stop - first] = from_rows[row : row + rows, place : place + stop - first]
+    return None
+
+
+@compiled_after(_copy_parts)
+def copy_parts(parts: NDArray[Any], whole: NDArray[Any], out: NDArray[Any], part_elements: int, n: int) -> Any:
+    """Copies `parts` (dtype PART) of a decoded chunk, which has `part_elements` of a row, to rows of `n` elements."""
+    for part in parts:
+        for row in range(part.rows):
+            to, first = part.begin + row * n + part.column, part.first + row * part_elements
+            for k in range(part.stop - part.first):
+                out[to + k] = whole[first + k]
 
 
 def columns_of(grid: Grid, out: NDArray[Any], begin: int, rows: int) -> NDArray[Any]:

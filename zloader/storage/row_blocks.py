@@ -27,7 +27,7 @@ assert ENTRY.itemsize == ENTRY_BYTES
 # A block takes 50 to 250 KB, so that little of its last page is unused. It is read from the store as a whole, even if a
 # fetch needs a single row.
 _BLOCK_ROWS, _PANEL_ROWS = 32, 128
-_DENSE_BYTES = 128 << 10
+_DENSE_BYTES, _LARGEST_DENSE_BYTES = 128 << 10, 8 << 20
 PANEL = "/panel "  # in names, before the digest of its genes
 
 
@@ -123,12 +123,19 @@ class RowForm:
 
 
 def _dense_rows(chunk_rows: int, row_bytes: int) -> int:
-    """Rows of a block of dense rows: a whole number of chunks, or the divisor of a large one's rows that fits best."""
+    """Rows of a block of dense rows: a whole number of chunks, or the divisor of a large one's rows that fits best.
+
+    Small blocks cost more than large ones.
+    """
     few = max(1, _DENSE_BYTES // row_bytes)
     if few >= chunk_rows:
         return chunk_rows * (few // chunk_rows)
     divisors = [n for n in range(1, math.isqrt(chunk_rows) + 1) if chunk_rows % n == 0]
-    return min((*divisors, *(chunk_rows // n for n in divisors)), key=lambda rows: max(rows / few, few / rows))
+    divisors += [chunk_rows // n for n in divisors]
+    size = min(divisors, key=lambda rows: max(rows / few, few / rows))
+    larger = min(rows for rows in divisors if 2 * rows >= few)
+    # As of 313 rows, whose blocks would have 1.
+    return larger if 2 * size < few and larger * row_bytes <= _LARGEST_DENSE_BYTES else size
 
 
 @dataclass(frozen=True, kw_only=True)
