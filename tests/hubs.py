@@ -69,8 +69,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        folder = self.hub.root / self.path.rpartition("/")[2]
-        paths = urllib.parse.parse_qs(asked.decode())["paths"]
+        if self.path.startswith("/api/buckets/"):
+            folder, paths = self.hub.folder, json.loads(asked)["paths"]
+        else:
+            folder = self.hub.root / self.path.rpartition("/")[2]
+            paths = urllib.parse.parse_qs(asked.decode())["paths"]
         found = [folder / each for each in paths if (folder / each).exists()]
         self._send(200, self._json([self._entry(folder, each) for each in found]))
 

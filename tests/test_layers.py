@@ -222,7 +222,7 @@ else:
     sys.exit("the block does not work")
 import zloader.reading.fetch, zloader.reading.object_source, zloader.reading.tensorstore_reader, zloader.order.plan
 import zloader.access.azure, zloader.access.hub, zloader.reading.obstore_reader
-import zloader.access.s3, zloader.access.web_listing
+import zloader.access.s3
 assert not any(name.split(".")[0] == "torch" for name in sys.modules)
 print(*sorted(name for name in sys.modules if name.startswith("zloader.")))
 """

@@ -30,8 +30,7 @@ from zloader.common.errors import (
     ZloaderError,
 )
 
-pytest.importorskip("adlfs")
-pytest.importorskip("obstore")
+pytest.importorskip("azure.storage.blob")
 needs_azurite = pytest.mark.skipif(
     find_azurite() is None, reason="needs Azurite: 'npm install -g azurite', or AZURITE=/path/to/azurite-blob"
 )
@@ -223,7 +222,7 @@ def test_urls() -> None:
     with_account = Location(url="abfs://cells@acme.dfs.core.windows.net/a/b.zarr/")
     assert with_account.path == "cells/a/b.zarr"
     assert with_account.address == "abfs://cells@acme.dfs.core.windows.net/a/b.zarr"
-    assert azure._account(with_account.url) == {
+    assert azure._of_url(with_account.url) == {
         "account_name": "acme",
         "account_host": "acme.blob.core.windows.net",
     }
@@ -242,7 +241,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "credential": ({"credential": object()}, "cannot contain a credential"),
     "nothing": ({"anon": True}, "connection_string or account_name"),
     "two accounts": ({"account_name": "other", "anon": True}, "names another account than account_name"),
-    "no string": ({"connection_string": "nonsense"}, "with these storage_options"),
+    "no string": ({"connection_string": "nonsense"}, "connection_string in storage_options names no account"),
+    "no key": ({"account_name": "acme", "account_key": "no key"}, "not base64"),
 }
 
 
@@ -254,8 +254,28 @@ def test_invalid_options(options: dict[str, Any], says: str, monkeypatch: pytest
         zl.open_dataset(url, storage_options=options)
 
 
-def test_without_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    azure._read_only_class.cache_clear()
-    monkeypatch.setitem(sys.modules, "adlfs", None)
-    with pytest.raises(OptionError, match=r'az:// needs adlfs and obstore.*pip install "zloader\[azure\]"'):
+def test_without_azure_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    azure._identity.cache_clear()
+    monkeypatch.setitem(sys.modules, "obstore.auth.azure", None)
+    with pytest.raises(OptionError, match=r'az:// needs azure-identity.*pip install "zloader\[azure\]"'):
         zl.open_dataset("az://cells/a.zarr", storage_options={"account_name": "acme"})
+
+
+FOUND: dict[str, tuple[dict[str, Any], str]] = {
+    "key": ({"account_name": "acme", "account_key": KEY}, "account_key, account acme"),
+    "signature": ({"account_name": "acme", "sas_token": "?sig=x"}, "sas_token, account acme"),
+    "string": ({"connection_string": f"AccountName=acme;AccountKey={KEY}"}, "connection_string, account acme"),
+    "secret": ({"account_name": "acme", "client_secret": "x"}, "client_secret, account acme"),
+    "public": ({"account_name": "acme", "anon": True}, "anonymous, account acme"),
+    "identity": ({"account_name": "acme"}, "identity of DefaultAzureCredential, account acme"),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), FOUND.values(), ids=FOUND)
+def test_which_credentials_are_found(options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_STORAGE_")]:
+        monkeypatch.delenv(name)
+    location = Location(url="az://cells/a.zarr", storage_options=options)
+    assert location.kind.credentials(location) == says
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "other")
+    assert location.kind.credentials(location) == f"{says}, AZURE_STORAGE_ACCOUNT_NAME"

@@ -261,4 +261,4 @@ def test_invalid_options_and_missing_libraries(monkeypatch: pytest.MonkeyPatch) 
         zl.convert(ADATA, URL, progress=False)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(OptionError, match=r'hf:// needs huggingface_hub.*pip install "zloader\[hf\]"'):
-        hub.hub_files(Location(url=URL))
+        hub._api(Location(url=URL))

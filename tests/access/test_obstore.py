@@ -15,7 +15,7 @@ from helpers import NEVER_S, web_server
 
 import zloader as zl
 from zloader.access.location import Location
-from zloader.access.object_stores import ObjectStore, client_options
+from zloader.access.object_files import kept_store, read_once
 from zloader.access.schemes import SCHEMES
 from zloader.access.stored_objects import StoredObject
 from zloader.common.errors import (
@@ -29,10 +29,6 @@ from zloader.common.errors import (
 )
 from zloader.common.records import Span
 from zloader.reading.object_source import ObjectSource
-from zloader.reading.obstore_reader import ObstoreReader
-
-pytest.importorskip("obstore")
-pytest.importorskip("adlfs")
 
 CONTENT = np.random.default_rng(0).bytes(100_000)
 SECRET = "hush"
@@ -75,15 +71,13 @@ def faults() -> list[str]:
 @pytest.fixture
 def source(faults: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes an ObjectSource of the server, with these FetchOptions."""
-    from obstore.store import HTTPStore
-
     over = threading.Event()
     with contextlib.ExitStack() as running:
         running.callback(over.set)
         address = running.enter_context(web_server(functools.partial(_Faulty, faults=faults, over=over)))
         signed = f"{address}/?signature={SECRET}"
-        bucket = ObjectStore(open=lambda: HTTPStore.from_url(signed, **client_options(endpoint=address)), prefix="")
-        monkeypatch.setattr(type(SCHEMES["az"]), "object_store", lambda *_: bucket)
+        store = kept_store("HTTPStore", signed, endpoint_url=address, retries=False)
+        monkeypatch.setattr(SCHEMES["az"], "read_range", lambda _: functools.partial(read_once, store))
         monkeypatch.setattr(Location, "find_object", lambda *_: StoredObject(size=1, tag="changed", stamp="changed"))
 
         def make(**options: Any) -> ObjectSource:
@@ -147,17 +141,16 @@ def test_an_object_that_shrank_is_truncated(source: Any, faults: list[str], monk
 
 def test_credentials_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """DefaultAzureCredential finds nothing: an error at once, and not after the deadline."""
-    from azure.core.exceptions import ClientAuthenticationError
-    from obstore.store import AzureStore
+    ClientAuthenticationError = pytest.importorskip("azure.core.exceptions").ClientAuthenticationError
 
     def nothing() -> Any:
         raise ClientAuthenticationError("found no credentials")
 
-    options = client_options(endpoint="http://127.0.0.1:9")
-    store = AzureStore("cells", account_name="a", endpoint="http://127.0.0.1:9", credential_provider=nothing, **options)
+    address = "http://127.0.0.1:9"
+    access = {"account_name": "a", "endpoint": address, "credential_provider": nothing}
+    store = kept_store("AzureStore", "cells", endpoint_url=address, retries=False, **access)
     location = Location(url="az://cells/a.zarr")
-    reader = ObstoreReader(location, ObjectStore(open=lambda: store, prefix=""))
-    monkeypatch.setattr("zloader.reading.object_source._reader", lambda _: reader)
+    monkeypatch.setattr(SCHEMES["az"], "read_range", lambda _: functools.partial(read_once, store))
     source = ObjectSource(location, {}, zl.FetchOptions(deadline_s=NEVER_S))
     with pytest.raises(AccessDeniedError, match="found no credentials"):
         read(source, SPANS[:1])

@@ -26,16 +26,16 @@ def azure(endpoint: str) -> dict[str, Any]:
 
 
 STORES = {
-    "s3": ("s3://bucket/a.zarr", lambda at: {"key": "k", "secret": "s", "endpoint_url": at}, 3),
-    "gs": ("gs://bucket/a.zarr", lambda at: {"token": "anon", "endpoint_url": at}, 3),
-    "az": ("az://container/a.zarr", azure, 4),
-    "http": ("", lambda _: {}, 4 * 4),  # of several keys at a time,
+    "s3": ("s3://bucket/a.zarr", lambda at: {"key": "k", "secret": "s", "endpoint_url": at}),
+    "gs": ("gs://bucket/a.zarr", lambda at: {"token": "anon", "endpoint_url": at}),
+    "az": ("az://container/a.zarr", azure),
+    "http": ("", lambda _: {}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("url", "options", "most"), STORES.values(), ids=STORES)
-def test_few_attempts(nowhere: str, monkeypatch: pytest.MonkeyPatch, url: str, options: Any, most: int) -> None:
+@pytest.mark.parametrize(("url", "options"), STORES.values(), ids=STORES)
+def test_few_attempts(nowhere: str, monkeypatch: pytest.MonkeyPatch, url: str, options: Any) -> None:
     connected: list[Any] = []
     loop = asyncio.SelectorEventLoop
     connect = loop.sock_connect
@@ -45,6 +45,10 @@ def test_few_attempts(nowhere: str, monkeypatch: pytest.MonkeyPatch, url: str, o
         return await connect(self, sock, address)
 
     monkeypatch.setattr(loop, "sock_connect", counted)
-    with pytest.raises(StoreError, match=r"cannot .*Is the .* correct, and is its server running\?"):
+    with pytest.raises(StoreError, match=r"cannot .*Is the .* correct, and is its server running\?") as caught:
         zl.open_dataset(url or f"{nowhere}/a.zarr", storage_options=options(nowhere))
-    assert 2 <= len(connected) <= most
+    if url.startswith("s3"):
+        assert 2 <= len(connected) <= 3
+    else:  # obstore connects in threads of its own, and says how often
+        assert "after 4 retries" in str(caught.value.__cause__)
+        assert "Connection refused" in str(caught.value)

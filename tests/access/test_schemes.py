@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import html
 import http.server
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -22,13 +23,12 @@ import anndata as ad
 import numpy as np
 import pytest
 import zarr
-from helpers import PATIENCE_S, TESTS, counts, digest, web_server, write_store
+from helpers import PATIENCE_S, counts, digest, web_server, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.access import google
-from zloader.access.kvstore import Credentials, kvstore_spec
 from zloader.access.location import Location
 from zloader.common.errors import (
     AccessDeniedError,
@@ -176,7 +176,7 @@ def test_an_address_without_a_store(root, sim):
     with pytest.raises(StoreNotFoundError, match=r"no zarr\.json or \.zgroup at http://.*/bucket/nothing"):
         open_web(server, "bucket/nothing")
     server.stop()
-    with pytest.raises(StoreError, match=r"cannot read http://.*is its server running"):
+    with pytest.raises(StoreError, match=r"cannot list http://.*is its server running"):
         open_web(server)
 
 
@@ -246,12 +246,12 @@ def static(root) -> Iterator[Callable[..., str]]:
 
 
 def test_a_server_without_ranges(static):
-    with pytest.raises(StoreError, match=r"does not support byte ranges.*status 200.*use another server"):
+    with pytest.raises(StoreError, match=r"does not support byte ranges.*Use another server"):
         zl.open_dataset(static(_Quiet))
 
 
 def test_a_server_that_redirects_nowhere(static):
-    with pytest.raises(StoreError, match=r"Cannot connect to host elsewhere\.example") as caught:
+    with pytest.raises(StoreError, match=r"error sending request .*lookup") as caught:
         zl.open_dataset(static(_Away))
     assert "hush" not in str(caught.value)
 
@@ -259,7 +259,7 @@ def test_a_server_that_redirects_nowhere(static):
 @pytest.mark.slow
 def test_a_server_that_requires_credentials(static):
     url = static(_Barred)
-    with pytest.raises(AccessDeniedError, match=r"status 401.*headers"):
+    with pytest.raises(AccessDeniedError, match=r"401.*headers"):
         zl.open_dataset(url)
     dataset = zl.open_dataset(url, storage_options={"headers": {"Authorization": "Bearer open sesame"}})
     assert sum(len(minibatch.index) for minibatch in loader(dataset)) == 160
@@ -269,7 +269,7 @@ def test_a_server_that_requires_credentials(static):
 LATER = {
     "ranges ignored": ({"kind": "ignore_range"}, ReadError, "X/"),
     "403": ({"kind": "status", "status": 403, "code": "AccessDenied"}, AccessDeniedError, "X/"),
-    "redirect": ({"kind": "status", "status": 302, "code": "Found"}, StoreError, "X/.*status 302"),
+    "redirect": ({"kind": "status", "status": 302, "code": "Found"}, StoreError, "X/.*redirect"),
     "404": ({"kind": "status", "status": 404, "code": "NoSuchKey"}, MissingObjectError, "X/"),
     "too few bytes": ({"kind": "short", "by": 1}, StoreError, "X/"),
     "stall": ({"kind": "stall", "after": 10}, DeadlineError, r"X/.*deadline_s=1\.5"),
@@ -293,7 +293,7 @@ def test_a_server_that_is_briefly_overloaded(root, sim):
     server.faults = [{"kind": "status", "status": 503, "p": 0.3, "count": 30}]
     assert open_web(server).n_obs == 160
     server.faults = [{"kind": "status", "status": 503}]
-    with pytest.raises(StoreError, match="status 503"):
+    with pytest.raises(StoreError, match="503"):
         open_web(server)
 
 
@@ -321,7 +321,7 @@ def test_verify_reads_a_web_store(root, sim):
     assert (verified.problems, verified.rows) == ((), 160)
 
 
-# ---- URLs and the specs for TensorStore
+# ---- URLs
 
 
 @pytest.mark.parametrize(
@@ -351,30 +351,11 @@ def test_invalid_options():
         zl.open_dataset("s3://bucket/a.zarr", storage_options={"session": object()})
 
 
-def spec(url: str, **storage_options: Any) -> dict[str, Any]:
-    return kvstore_spec(Location(url=url, storage_options=storage_options), Credentials())
-
-
-def test_the_specs_of_web_and_google_locations():
-    web = spec("https://host:8080/a%20b/c.zarr/", headers={"X-Key": "v"})
-    assert (web["driver"], web["base_url"], web["headers"]) == ("http", "https://host:8080/a%20b/c.zarr/", ["X-Key: v"])
-    google = spec("gs://bucket/a b/c.zarr")
-    assert (google["driver"], google["bucket"], google["path"]) == ("gcs", "bucket", "a b/c.zarr/")
-    public = spec("gs://bucket/a b/c.zarr", token="anon")
-    assert (public["driver"], public["base_url"]) == ("http", "https://storage.googleapis.com/bucket/a%20b/c.zarr/")
-    local = spec("gs://bucket/c.zarr", token="anon", endpoint_url="http://127.0.0.1:1/")
-    assert local["base_url"] == "http://127.0.0.1:1/bucket/c.zarr/"
-    with pytest.raises(OptionError, match="GOOGLE_APPLICATION_CREDENTIALS"):
-        spec("gs://bucket/c.zarr", token="/path/to/key.json")
-    with pytest.raises(OptionError, match="endpoint_url of gs:// must have the form"):
-        spec("gs://bucket/c.zarr", token="anon", endpoint_url="127.0.0.1:1")
-
-
 # ---- gs://, against a minimal imitation of Google's servers
 
 
 class _Google(_Quiet):
-    """The parts of Google's JSON and XML APIs that reading needs; requires a token and a payer if the class has one."""
+    """The parts of Google's XML API that reading needs; requires a token and a payer if the class has one."""
 
     protocol_version = "HTTP/1.1"
     token = payer = ""
@@ -384,36 +365,49 @@ class _Google(_Quiet):
         self.rfile.read(int(self.headers["Content-Length"]))
         self._send(200, json.dumps({"access_token": self.token, "token_type": "Bearer", "expires_in": 3600}).encode())
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         address = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(address.query))
-        match = re.fullmatch(r"/(?:download/)?storage/v1/b/([^/]+)/o(?:/(.+))?", address.path)
-        bucket, key = match.groups() if match else address.path.lstrip("/").split("/", 1)
-        folder, key = Path(self.directory, bucket), urllib.parse.unquote(key or "")
+        bucket, _, key = address.path.lstrip("/").partition("/")
+        folder, key = Path(self.directory, bucket), urllib.parse.unquote(key)
         if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
-            self._send(401, b'{"error": {"code": 401, "message": "no"}}')
-        elif self.payer not in ("", self.headers.get("x-goog-user-project"), query.get("userProject")):
-            message = b"Bucket is a requester pays bucket but no user project provided."
-            self._send(400, b'{"error": {"code": 400, "message": "%s"}}' % message)
-        elif match and not key:
-            found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-            items = [self._item(folder, name) for name in found if name.startswith(query.get("prefix", ""))]
-            self._send(200, json.dumps({"kind": "storage#objects", "items": items}).encode())
+            self._send(401, b"<Error><Code>AuthenticationRequired</Code></Error>")
+        elif self.payer not in ("", self.headers.get("x-goog-user-project")):
+            self._send(400, b"<Error><Message>Bucket is requester pays but no user project provided.</Message></Error>")
+        elif not key:
+            self._send(200, self._listing(folder, query.get("prefix", ""), query.get("delimiter", "")))
         elif not (folder / key).is_file():
-            self._send(404, b'{"error": {"code": 404, "message": "Not Found"}}')
-        elif match and query.get("alt") != "media":
-            self._send(200, json.dumps(self._item(folder, key)).encode())
+            self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
         else:
-            self._send_object((folder / key).read_bytes(), self._item(folder, key))
+            self._send_object((folder / key).read_bytes())
 
-    def _item(self, folder: Path, name: str) -> dict[str, str]:
-        status = (folder / name).stat()
-        generation = str(status.st_mtime_ns)
-        return {"name": name, "bucket": folder.name, "size": str(status.st_size), "generation": generation}
+    @staticmethod
+    def _etag(stored: bytes) -> str:
+        return f'"{hashlib.md5(stored).hexdigest()}"'
 
-    def _send_object(self, stored: bytes, item: dict[str, str]) -> None:
-        fields = {"ETag": '"of the bytes"', "x-goog-generation": item["generation"]}
-        fields["Last-Modified"] = "Wed, 25 Nov 2026 12:00:00 GMT"
+    def _listing(self, folder: Path, prefix: str, delimiter: str) -> bytes:
+        entries, groups = [], set()
+        for path in sorted(folder.rglob("*")):
+            name = str(path.relative_to(folder))
+            below = name[len(prefix) :]
+            if not path.is_file() or not name.startswith(prefix):
+                continue
+            if delimiter and delimiter in below:
+                groups.add(prefix + below.partition(delimiter)[0] + delimiter)
+                continue
+            stored = path.read_bytes()
+            facts = {"Key": html.escape(name), "Size": len(stored), "ETag": html.escape(self._etag(stored))}
+            facts["LastModified"] = "2026-11-25T12:00:00.000Z"
+            entries.append("".join(f"<{fact}>{value}</{fact}>" for fact, value in facts.items()))
+        found = [f"<Contents>{entry}</Contents>" for entry in entries]
+        found += [f"<CommonPrefixes><Prefix>{html.escape(each)}</Prefix></CommonPrefixes>" for each in sorted(groups)]
+        return f"<ListBucketResult>{''.join(found)}</ListBucketResult>".encode()
+
+    def _send_object(self, stored: bytes) -> None:
+        fields = {"ETag": self._etag(stored), "Last-Modified": "Wed, 25 Nov 2026 12:00:00 GMT"}
         asked = self.headers.get("Range")
         if asked is None:
             self._send(200, stored, fields)
@@ -429,7 +423,8 @@ class _Google(_Quiet):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 class _Signed(_Google):
@@ -442,21 +437,20 @@ class _Paid(_Signed):
 
 class _Forbidden(_Google):
     def do_GET(self) -> None:
-        self._send(403, b'{"error": {"code": 403, "message": "no"}}')
+        self._send(403, b"<Error><Code>AccessDenied</Code></Error>")
 
 
 GOOGLE = "gs://bucket/two words/counts.zarr"
 
 
-def test_google_without_gcsfs(monkeypatch):
-    google._read_only_class.cache_clear()
-    monkeypatch.setitem(sys.modules, "gcsfs.core", None)
+def test_google_without_google_auth(monkeypatch):
+    google._credentials.cache_clear()
+    monkeypatch.setitem(sys.modules, "obstore.auth.google", None)
     with pytest.raises(OptionError, match=r'pip install "zloader\[gs\]"'):
-        zl.open_dataset("gs://bucket/a.zarr", storage_options={"token": "anon", "endpoint_url": "http://127.0.0.1:9"})
+        zl.open_dataset("gs://bucket/a.zarr", storage_options={"endpoint_url": "http://127.0.0.1:9"})
 
 
 def test_a_public_bucket_of_google(root, static):
-    pytest.importorskip("gcsfs")
     options = {"token": "anon", "endpoint_url": static(_Google, "")}
     dataset = zl.open_dataset(GOOGLE, storage_options=options)
     there = zl.open_dataset(root / "bucket" / "two words" / "counts.zarr")
@@ -471,19 +465,9 @@ def test_a_public_bucket_of_google(root, static):
 
 @pytest.mark.parametrize("server", [_Signed, _Forbidden])
 def test_a_bucket_of_google_that_is_not_public(static, server):
-    pytest.importorskip("gcsfs")
     options = {"token": "anon", "endpoint_url": static(server, "")}
     with pytest.raises(AccessDeniedError, match=r"(?s)not allowed to list gs://.*GOOGLE_APPLICATION_CREDENTIALS"):
         zl.open_dataset(GOOGLE, storage_options=options)
-
-
-READ = """
-import sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/access"]
-import test_schemes as tests
-options = {"requester_pays": sys.argv[2]} if sys.argv[2:] else {}
-print(tests.digest(tests.loader(tests.zl.open_dataset(tests.GOOGLE, storage_options=options))))
-"""
 
 
 def key_file(folder: Path, address: str) -> str:
@@ -499,27 +483,17 @@ def key_file(folder: Path, address: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", [_Signed, _Paid])
-def test_the_default_credentials_of_google(interpreter, root, static, tmp_path, server):
-    """Runs in a subprocess: TensorStore reads credentials and endpoint from the environment only once."""
-    pytest.importorskip("gcsfs")
+def test_the_default_credentials_of_google(root, static, tmp_path, monkeypatch, server):
+    pytest.importorskip("google.auth")
     address = static(server, "")
-    variables = {"GOOGLE_APPLICATION_CREDENTIALS": key_file(tmp_path, address), "STORAGE_EMULATOR_HOST": address}
-    variables |= {"TENSORSTORE_GCS_HTTP_URL": address, "GOOGLE_AUTH_TOKEN_FOR_TESTING": _Signed.token}
-    done = interpreter.run(READ, TESTS, *filter(None, [server.payer]), **variables)
-    assert done.stdout.strip() == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr"))), (
-        done.stderr
-    )
-
-
-@pytest.mark.slow
-def test_a_stated_endpoint_of_google_with_credentials(root, static, tmp_path, monkeypatch):
-    """obstore reads, because TensorStore's driver has no endpoint."""
-    pytest.importorskip("gcsfs")
-    pytest.importorskip("obstore")
-    address = static(_Paid, "")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", key_file(tmp_path, address))
+    options = {"endpoint_url": address, **({"requester_pays": server.payer} if server.payer else {})}
+    assert (
+        Location(url=GOOGLE, storage_options=options)
+        .kind.credentials(Location(url=GOOGLE, storage_options=options))
+        .startswith("GOOGLE_APPLICATION_CREDENTIALS, google.oauth2.service_account")
+    )
     shutil.copytree(root / "bucket", root / "changing", dirs_exist_ok=True)
-    options = {"endpoint_url": address, "requester_pays": _Paid.payer}
     dataset = zl.open_dataset(GOOGLE.replace("bucket", "changing"), storage_options=options)
     assert digest(loader(dataset)) == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr")))
     path = root / "changing" / "two words" / "counts.zarr" / "X" / "data" / "c" / "1"
@@ -529,19 +503,26 @@ def test_a_stated_endpoint_of_google_with_credentials(root, static, tmp_path, mo
     path.unlink()
     with pytest.raises(MissingObjectError, match="X/data/c/1"):
         digest(loader(dataset))
-    with pytest.raises(OptionError, match="Bucket is requester pays"):
-        zl.open_dataset(GOOGLE, storage_options={"endpoint_url": address})
+    if server.payer:
+        with pytest.raises(StoreError, match="Bucket is requester pays"):
+            zl.open_dataset(GOOGLE, storage_options={"endpoint_url": address})
+        named = {"endpoint_url": address, "requester_pays": True, "project": server.payer}
+        assert zl.open_dataset(GOOGLE, storage_options=named).n_obs == 160
 
 
-def test_who_pays_for_google():
-    paid = spec("gs://bucket/a.zarr", requester_pays="our-project")
-    assert paid["gcs_user_project"] == {"project_id": "our-project"}
-    assert spec("gs://bucket/a.zarr", requester_pays=True, project="p")["gcs_user_project"] == {"project_id": "p"}
-    assert "gcs_user_project" not in spec("gs://bucket/a.zarr", project="p")
-    with pytest.raises(OptionError, match="name the project that pays"):
-        spec("gs://bucket/a.zarr", requester_pays=True)
-    with pytest.raises(OptionError, match="needs credentials"):
-        spec("gs://bucket/a.zarr", requester_pays="our-project", token="anon")
+OF_GOOGLE = {
+    "token": ({"token": "/path/to/key.json"}, "GOOGLE_APPLICATION_CREDENTIALS"),
+    "endpoint": ({"token": "anon", "endpoint_url": "127.0.0.1:1"}, "endpoint_url of gs:// must have the form"),
+    "unknown": ({"tokn": "anon"}, r"no 'tokn' in the storage_options of gs://. Did you mean 'token'"),
+    "no project": ({"requester_pays": True}, "name the project that pays"),
+    "nobody": ({"requester_pays": "our-project", "token": "anon"}, "needs credentials"),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), OF_GOOGLE.values(), ids=OF_GOOGLE)
+def test_invalid_options_of_google(options, says):
+    with pytest.raises(OptionError, match=says):
+        zl.open_dataset("gs://bucket/c.zarr", storage_options=options)
 
 
 # ---- s3:// with requester pays
@@ -584,7 +565,6 @@ class _PaidS3(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 def test_every_request_says_that_the_requester_pays(root, sim, tmp_path, monkeypatch):
-    pytest.importorskip("obstore")
     monkeypatch.setattr(_PaidS3, "server_url", sim(root=root).url)
     url = "s3://bucket/two words/counts.zarr"
     with web_server(_PaidS3) as address:

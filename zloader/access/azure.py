@@ -1,37 +1,38 @@
-"""az:// and abfs:// URLs: Azure Blob Storage, found with adlfs and read with obstore.
+"""az:// and abfs:// URLs: Azure Blob Storage.
 
-adlfs resolves account and credentials once, from `storage_options`, the AZURE_STORAGE_* variables, or else by
-DefaultAzureCredential of azure-identity, and obstore receives the result. So the two clients always agree.
+Account and credentials are those of `storage_options`, else of the AZURE_STORAGE_* variables. Without any,
+DefaultAzureCredential of azure-identity finds an identity.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import functools
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from zloader.access.object_stores import ObjectStore, ReadOnly, claim_process, client_options, libraries
-from zloader.access.scheme import Scheme
-from zloader.access.storage_options import parameters, require_known
+from zloader.access.object_files import ObjectScheme, kept_store
+from zloader.access.scheme import libraries
+from zloader.access.storage_options import require_endpoint, require_known
 from zloader.common.errors import OptionError
 
 _ACCOUNT = re.compile(r"[^@:/]+@(?P<account>[a-z0-9-]+)\.(?:dfs|blob)\.(?P<domain>[a-z0-9.-]+)", re.IGNORECASE)
-_needed = functools.partial(libraries, "az", "adlfs and obstore", "azure")
+# Those that have a variable, such as AZURE_STORAGE_ACCOUNT_KEY.
+_NAMED = ("account_name", "account_key", "sas_token", "connection_string", "client_id", "client_secret", "tenant_id")
+_OPTIONS = {*_NAMED, "account_host", "anon"}
 
 
-class Azure(Scheme):
+class Azure(ObjectScheme):
     """az:// and abfs:// URLs."""
 
     form = "CONTAINER/KEY"
-    is_source = True
     advice = (
         "account_name with account_key, sas_token or connection_string in storage_options or the AZURE_STORAGE_* "
         "variables, or the identity that DefaultAzureCredential finds; anon=True is for a public container"
     )
     if_nothing = "check the account, the container and the key"
-    is_writable = False
 
     def path(self, location: Any, rest: str) -> str:
         return re.sub("^([^/@]*)@[^/]*", r"\1", rest)
@@ -44,61 +45,64 @@ class Azure(Scheme):
                 "in storage_options"
             )
 
-    def files(self, location: Any, *, asynchronous: bool) -> Any:
-        given = dict(location.storage_options)
-        if given.get("credential") is not None:
-            raise OptionError(
-                "storage_options for az:// cannot contain a credential: leave it out, so that DefaultAzureCredential "
-                "finds one, or pass client_id, client_secret and tenant_id"
-            )
-        files = _read_only_class()
-        require_known(given, "az", parameters(files.__mro__[2].__init__) - {"credential", "loop", "request_session"})
-        named = _account(location.url)
-        options = {"use_listings_cache": False, **named, **given}
-        for name, value in named.items():
-            if options[name] != value:
-                raise OptionError(f"{location.url} names another account than {name} in storage_options: give it once")
-        return files(asynchronous=asynchronous, **options)
-
-    def zarr_store(self, location: Any) -> Any:
-        from zarr.storage import ObjectStore as ZarrStore
-
-        claim_process("obstore")
-        container, _, prefix = location.path.partition("/")
-        return ZarrStore(_store(location, container, prefix=prefix or None, retries=True), read_only=True)
-
-    def object_store(self, location: Any) -> ObjectStore:
-        container, _, prefix = location.path.partition("/")
-        return ObjectStore(open=functools.partial(_store, location, container), prefix=prefix)
+    def store(self, location: Any, *, prefix: str = "", retries: bool) -> Any:
+        kind, access = _access(location)
+        if kind == "identity":
+            access |= {"credential_provider": _identity()}
+        container = self.split(location)[0]
+        endpoint = access["endpoint"]
+        return kept_store(
+            "AzureStore", container, endpoint_url=endpoint, retries=retries, prefix=prefix or None, **access
+        )
 
     def errors(self) -> tuple[type[Exception], ...]:
-        with _needed():
+        try:
             from azure.core.exceptions import AzureError
-            from obstore.exceptions import BaseError
-        return OSError, AzureError, BaseError
+        except ImportError:
+            return super().errors()
+        return *super().errors(), AzureError
 
     def is_denial(self, error: BaseException) -> bool:
-        from azure.core.exceptions import ClientAuthenticationError
-        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
-        denied = PermissionError | ClientAuthenticationError | PermissionDeniedError | UnauthenticatedError
-        return isinstance(error, denied) or getattr(error, "status_code", None) in (401, 403)
+        return super().is_denial(error) or type(error).__name__ == "ClientAuthenticationError"
 
     def credentials(self, location: Any) -> str:
-        """The kind of credentials that adlfs has resolved, and the account. Raises OptionError for unusable options."""
-        files = location.filesystem()
-        kinds = {
-            "connection_string": files.connection_string,
-            "account_key": files.account_key,
-            "sas_token": files.sas_token,
-            "identity of DefaultAzureCredential or client_id": files.sync_credential,
-        }
-        kind = next((name for name, value in kinds.items() if value), "anonymous")
+        """The kind of credentials, the account and the variables. Raises OptionError for unusable options."""
+        kind, access = _access(location)
         variables = sorted(name for name in os.environ if name.startswith("AZURE_STORAGE_"))
-        return ", ".join([kind, *([f"account {files.account_name}"] if files.account_name else []), *variables])
+        found = "identity of DefaultAzureCredential" if kind == "identity" else kind
+        return ", ".join([found, f"account {access['account_name']}", *variables])
 
 
-def _account(url: str) -> dict[str, str]:
+def _access(location: Any) -> tuple[str, dict[str, Any]]:
+    """The kind of credentials, and account, endpoint and credentials as keywords of AzureStore. Raises OptionError."""
+    given = location.storage_options
+    if given.get("credential") is not None:
+        raise OptionError(
+            "storage_options for az:// cannot contain a credential: leave it out, so that DefaultAzureCredential "
+            "finds one, or pass client_id, client_secret and tenant_id"
+        )
+    require_known(given, "az", _OPTIONS)
+    named = {name: os.environ.get(f"AZURE_STORAGE_{name.upper()}") for name in _NAMED}
+    options = {**named, **_of_url(location.url), **{name: value for name, value in given.items() if value}}
+    for name, value in _of_url(location.url).items():
+        if options[name] != value:
+            raise OptionError(f"{location.url} names another account than {name} in storage_options: give it once")
+    anonymous = given.get("anon", os.environ.get("AZURE_STORAGE_ANON", "false").lower() not in ("false", "0", "f"))
+    if text := options["connection_string"]:
+        return "connection_string", _of_connection_string(text)
+    if not (account := options["account_name"]):
+        raise OptionError(f"no account for {location.url}: pass connection_string or account_name in storage_options")
+    host = str(options.get("account_host") or f"{account}.blob.core.windows.net")
+    access = {"account_name": account, "endpoint": host if "://" in host else f"https://{host}"}
+    if options["account_key"] or options["sas_token"]:
+        return _signed(access, options["account_key"], options["sas_token"])
+    if options["client_secret"]:
+        names = {"client_id": "client_id", "client_secret": "client_secret", "tenant_id": "tenant_id"}
+        return "client_secret", access | {name: options[name] for name in names}
+    return ("anonymous", access | {"skip_signature": True}) if anonymous else ("identity", access)
+
+
+def _of_url(url: str) -> dict[str, str]:
     """The options that a URL itself contains."""
     found = _ACCOUNT.fullmatch(url.partition("://")[2].partition("/")[0])
     if not found:
@@ -106,68 +110,37 @@ def _account(url: str) -> dict[str, str]:
     return {"account_name": found["account"], "account_host": f"{found['account']}.blob.{found['domain']}"}
 
 
-def _store(location: Any, container: str, *, prefix: str | None = None, retries: bool = False) -> Any:
-    with location.translated("open"), _needed():
-        from obstore.store import AzureStore
-
-        access = _access(location.filesystem())
-        options = client_options(endpoint=access.get("endpoint") or "", retries=retries)
-        return AzureStore(container, prefix=prefix, **access, **options)
-
-
-def _access(files: Any) -> dict[str, Any]:
-    """Account and credentials as adlfs has resolved them, as keywords of obstore's AzureStore."""
-    if files.connection_string:
-        return _of_connection_string(files.connection_string)
-    access: dict[str, Any] = {"account_name": files.account_name, "endpoint": files.account_url}
-    if files.sync_credential is not None:
-        from obstore.auth.azure import AzureCredentialProvider
-
-        return access | {"credential_provider": AzureCredentialProvider(files.sync_credential)}
-    return access | _signed_with(files.account_key, files.sas_token)
-
-
 def _of_connection_string(text: str) -> dict[str, Any]:
-    from azure.core.utils import parse_connection_string
-
-    parts: Mapping[str, str] = parse_connection_string(text)  # its names are in lower case
+    pairs = (part.partition("=") for part in text.split(";") if part.strip())
+    parts = {name.strip().lower(): value.strip() for name, _, value in pairs}
     account = parts.get("accountname")
     protocol, suffix = parts.get("defaultendpointsprotocol", "https"), parts.get("endpointsuffix", "core.windows.net")
-    endpoint = (parts.get("blobendpoint") or f"{protocol}://{account}.blob.{suffix}").rstrip("/")
+    endpoint = (parts.get("blobendpoint") or (f"{protocol}://{account}.blob.{suffix}" if account else "")).rstrip("/")
+    if not endpoint:
+        raise OptionError(
+            "the connection_string in storage_options names no account: copy it from 'Access keys' of the account"
+        )
+    require_endpoint(endpoint, "az://")
     host = re.sub("^https?://", "", endpoint)
     account = account or (host.rpartition("/")[2] if "/" in host else host.partition(".")[0])
     access = {"account_name": account, "endpoint": endpoint}
-    return access | _signed_with(parts.get("accountkey"), parts.get("sharedaccesssignature"))
+    return _signed(access, parts.get("accountkey"), parts.get("sharedaccesssignature"))[1]
 
 
-def _signed_with(key: str | None, sas: str | None) -> dict[str, Any]:
+def _signed(access: dict[str, Any], key: str | None, sas: str | None) -> tuple[str, dict[str, Any]]:
     if key:
-        return {"account_key": key, "credential_type": "access_key"}
-    return {"sas_key": sas.lstrip("?"), "credential_type": "sas_token"} if sas else {"skip_signature": True}
+        try:
+            base64.b64decode(key, validate=True)
+        except binascii.Error:
+            raise OptionError("the account key for az:// is not base64: copy it whole") from None
+        return "account_key", access | {"account_key": key, "credential_type": "access_key"}
+    if sas:
+        return "sas_token", access | {"sas_key": sas.lstrip("?"), "credential_type": "sas_token"}
+    return "anonymous", access | {"skip_signature": True}
 
 
-@functools.cache
-def _read_only_class() -> Any:
-    with _needed():
-        import obstore  # noqa: F401 - both are needed to read
-        from adlfs import AzureBlobFileSystem
-
-    class AzureFiles(ReadOnly, AzureBlobFileSystem):  # type: ignore[misc]
-        """Blobs below az:// URLs."""
-
-        def do_connect(self) -> None:
-            super().do_connect()
-            # Azure's client would take a minute per request if the server fails: it retries after 16, 18 and 24 s.
-            for policy in self.service_client._pipeline._impl_policies:
-                if hasattr(policy, "initial_backoff"):
-                    policy.total_retries, policy.initial_backoff, policy.increment_base = 2, 0.5, 2
-                    policy.random_jitter_range = 0.25
-                    policy.connect_retries = 1  # nothing listens
-
-        async def _find(self, path: str, withdirs: bool = False, prefix: str = "", **options: Any) -> Any:
-            found = await super()._find(path, withdirs=withdirs, prefix=prefix, **options)
-            if isinstance(found, list) and options.get("detail"):  # adlfs returns no entry of a single blob
-                return {name: await self._info(name) for name in found}
-            return found
-
-    return AzureFiles
+@functools.lru_cache
+def _identity() -> Any:
+    with libraries("az", "azure-identity to find an identity", "azure"):
+        from obstore.auth.azure import AzureCredentialProvider
+    return AzureCredentialProvider()

@@ -1,11 +1,11 @@
-"""hf:// URLs: datasets, models and buckets of the Hugging Face Hub, found with huggingface_hub.
+"""hf:// URLs: datasets, models and buckets of the Hugging Face Hub. huggingface_hub lists them, obstore reads them.
 
 A branch or tag is resolved to a commit once, when a store is opened. Reading then names the commit, and so do the tags
 of objects, and thus fingerprints.
 
-The Hub answers a read with a redirect to a CDN, and limits how often it is asked. So each object's address at the CDN
-is asked for once, and then used for all reads of it for some minutes. After an answer 429, nothing is asked for until
-the time that the Hub names.
+The Hub answers a read with a redirect to a CDN, and limits how often it is asked. obstore follows it when it reads
+metadata. For chunks, each object's address at the CDN is asked for once, and then used for all reads of it for some
+minutes. After an answer 429, nothing is asked for until the time that the Hub names.
 """
 
 from __future__ import annotations
@@ -15,28 +15,136 @@ import functools
 import os
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from zloader.access.object_stores import libraries
-from zloader.access.retry import MISSING, ReadFailure, denied
+from zloader.access.object_files import ObjectFiles, ObjectScheme, kept_store, read_once, status_of
+from zloader.access.scheme import ReadRange, libraries
 from zloader.access.storage_options import require_known
-from zloader.common.concurrent_calls import aside, concurrently
-from zloader.common.errors import OptionError, StoreNotFoundError
-from zloader.common.messages import reason_of
+from zloader.common.concurrent_calls import aside
+from zloader.common.errors import OptionError, ReadError, StoreNotFoundError
 
 _REPOSITORY = re.compile(
     r"(?P<kind>(?:datasets|spaces|models|buckets)/)?(?!(?:datasets|spaces|models|buckets)/)(?P<name>[^/@]+/[^/@]+)"
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<path>.*))?",
     re.DOTALL,
 )
-ADVICE = "HF_TOKEN, 'hf auth login', or the token in storage_options, and whether you may see the repository"
 _KEPT_S = 600.0  # addresses at the CDN are valid for an hour
 _ASKED_AT_ONCE = 16  # addresses
 _TIMEOUT_S = 20.0  # of one question
+_MOST_WAIT_S = 60.0  # for the Hub's limit, when metadata are read
 _needed = functools.partial(libraries, "hf", "huggingface_hub", "hf")
+
+
+class Hub(ObjectScheme):
+    """hf:// URLs."""
+
+    form = "datasets/ORG/NAME/PATH"
+    advice = "HF_TOKEN, 'hf auth login', or the token in storage_options, and whether you may see the repository"
+    attempts_if_denied = 2  # maybe the address has expired
+    if_nothing = "check the repository and the path, and HF_TOKEN if the repository is private"
+
+    def path(self, location: Any, rest: str) -> str:
+        """The path at the commit of the location, if it has one. Raises OptionError."""
+        found = _parts(location.url, rest)
+        revision = location.revision or found["revision"] or ""
+        at = f"@{quote(revision, safe='%')}" if revision else ""
+        return f"{found['kind'] or ''}{found['name']}{at}" + (f"/{found['path']}" if found["path"] else "")
+
+    def split(self, location: Any) -> tuple[str, str]:
+        prefix = _parts(location.path, location.path)["path"] or ""
+        return location.path.removesuffix(prefix).rstrip("/"), prefix
+
+    def revision(self, location: Any) -> str:
+        """The commit that the branch or tag of a URL now is. Buckets have none."""
+        found = _parts(location.url, location.url.partition("://")[2].strip("/"))
+        if found["kind"] == "buckets/" or location.revision:
+            return str(location.revision)
+        with location.translated("look up the revision of"):
+            api = _api(location)
+            from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+            kind = (found["kind"] or "models/")[:-2]
+            try:
+                about = api.repo_info(found["name"], revision=found["revision"], repo_type=kind, timeout=_TIMEOUT_S)
+            except HFValidationError as error:
+                raise OptionError(f"cannot open {location.url}: {error}") from error
+            except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+                if self.is_denial(error):
+                    raise
+                missing = "revision" if isinstance(error, RevisionNotFoundError) else "repository"
+                raise StoreNotFoundError(
+                    f"there is no such {missing}: {location.url}. Check its name, and HF_TOKEN if it is private"
+                ) from error
+            return str(about.sha)
+
+    def store(self, location: Any, *, prefix: str = "", retries: bool) -> Any:
+        with _needed():
+            api = _api(location)
+        address = _address(api, self.split(location)[0], prefix)
+        headers = {name: str(value) for name, value in api._build_hf_headers().items()}
+        return kept_store("HTTPStore", address, endpoint_url=address, headers=headers, retries=retries)
+
+    def files(self, location: Any, *, asynchronous: bool) -> Any:
+        return _HubFiles(self.split(location)[0], self.store(location, retries=True), _api(location))
+
+    def zarr_store(self, location: Any) -> Any:
+        from obstore.exceptions import BaseError
+        from zarr.storage import WrapperStore
+
+        class Patient(WrapperStore[Any]):
+            """Reads once more after the time that the Hub names, if it answers 429."""
+
+            async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+                try:
+                    return await self._store.get(key, prototype, byte_range)
+                except BaseError as error:
+                    if status_of(error) != 429:
+                        raise
+                    try:
+                        await aside(_Addresses(location).look_up, key)
+                    except kind.errors() as limited:
+                        wait_s = kind.wait_s(limited)
+                        if wait_s > _MOST_WAIT_S:
+                            raise ReadError(
+                                f"cannot read {key} of {location.url}: the Hub limits how often it is asked (429), "
+                                f"and asks to wait {wait_s:.0f} s. Try again then"
+                            ) from error
+                        await asyncio.sleep(wait_s)
+                return await self._store.get(key, prototype, byte_range)
+
+        kind = self
+        return Patient(super().zarr_store(location))
+
+    def read_range(self, location: Any) -> ReadRange | None:
+        _api(location)
+        return _Addresses(location).read
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        with _needed():
+            from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+        return *super().errors(), HfHubHTTPError.__mro__[1], EntryNotFoundError  # the first: any error of its client
+
+    def wait_s(self, error: BaseException) -> float:
+        from huggingface_hub.utils._http import parse_ratelimit_headers
+
+        headers = getattr(getattr(error, "response", None), "headers", {})
+        limit = parse_ratelimit_headers(headers)
+        after = headers.get("Retry-After", "")
+        if limit is not None and limit.remaining == 0:
+            return float(limit.reset_in_seconds)
+        return float(after) if after.isdigit() else 0.0
+
+    def credentials(self, location: Any) -> str:
+        """Where a token for the Hub is. Raises OptionError if huggingface_hub is not installed."""
+        with _needed():
+            from huggingface_hub import get_token
+        if location.storage_options.get("token"):
+            return "token in storage_options"
+        if not get_token():
+            return "none, which suffices for public repositories"
+        return "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the file of 'hf auth login'"
 
 
 def _parts(url: str, rest: str) -> re.Match[str]:
@@ -51,129 +159,112 @@ def _parts(url: str, rest: str) -> re.Match[str]:
     return found
 
 
-def hub_path(url: str, rest: str, revision: str) -> str:
-    """What HfFileSystem calls an object, at `revision` if it is not empty. Raises OptionError."""
-    found = _parts(url, rest)
-    revision = revision or found["revision"] or ""
-    at = f"@{quote(revision, safe='%')}" if revision else ""
-    return f"{found['kind'] or ''}{found['name']}{at}" + (f"/{found['path']}" if found["path"] else "")
-
-
-def hub_revision(location: Any) -> str:
-    """The commit that the branch or tag of a URL now is. Buckets have none."""
-    found = _parts(location.url, location.url.partition("://")[2].strip("/"))
-    if found["kind"] == "buckets/" or location.revision:
-        return str(location.revision)
-    files = location.filesystem()
-    with location.translated("look up the revision of"):
-        from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-
-        kind = (found["kind"] or "models/")[:-2]
-        try:
-            about = files._api.repo_info(found["name"], revision=found["revision"], repo_type=kind, timeout=_TIMEOUT_S)
-        except HFValidationError as error:
-            raise OptionError(f"cannot open {location.url}: {error}") from error
-        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-            if is_denial(error):
-                raise
-            missing = "revision" if isinstance(error, RevisionNotFoundError) else "repository"
-            raise StoreNotFoundError(
-                f"there is no such {missing}: {location.url}. Check its name, and HF_TOKEN if it is private"
-            ) from error
-        return str(about.sha)
-
-
-def hub_files(location: Any) -> Any:
-    """HfFileSystem, without earlier listings. It finds the token: HF_TOKEN, or the file of 'hf auth login'."""
+def _api(location: Any) -> Any:
+    """The client of the Hub. It finds the token: HF_TOKEN, or the file of 'hf auth login'."""
     with _needed():
-        from huggingface_hub import HfFileSystem
+        from huggingface_hub import HfApi
     require_known(location.storage_options, "hf", {"token", "endpoint"})
-
-    class HubFiles(HfFileSystem):
-        def cat_ranges(
-            self, paths: Any, starts: Any, ends: Any, *_: Any, on_error: str = "return", **options: Any
-        ) -> Any:
-            def read(which: tuple[str, int, int]) -> Any:
-                try:
-                    return self.cat_file(*which, cache_type="none")  # otherwise it would read ahead
-                except Exception as error:
-                    if on_error == "raise":
-                        raise
-                    return error
-
-            return concurrently(read, list(zip(paths, starts, ends, strict=True)))
-
-    return HubFiles(**{**location.storage_options, "skip_instance_cache": True})
+    return HfApi(**location.storage_options)
 
 
-def hub_zarr_store(location: Any) -> Any:
-    """A read-only zarr store at a location. Each read asks the Hub, which redirects it."""
-    from zarr.storage import FsspecStore
-
-    from zloader.access.web import WebFiles
-
-    files = location.filesystem()
-    headers = {name: str(value) for name, value in files._api._build_hf_headers().items()}
-    # The signature in a redirect's address is valid only as it is written. aiohttp sends no token to another host.
-    client = {"trust_env": True, "requote_redirect_url": False}
-    web = WebFiles(headers=headers, allow_redirects=True, client_kwargs=client, asynchronous=True)
-    web.advice = f"check {ADVICE}"
-    return FsspecStore(location.kept(web), read_only=True, path=_address(files, location.path, quoted=False))
-
-
-def hub_tag(revision: str, entry: Mapping[str, Any]) -> str:
-    """The tag of an object: the commit, and the hash of its content that the Hub also sends as ETag."""
-    if "blob_id" not in entry:
-        return str(entry.get("xet_hash") or "")  # in a bucket
-    lfs = entry.get("lfs")
-    return f"{revision} {lfs['sha256'] if lfs else entry['blob_id']}"
-
-
-def _address(files: Any, path: str, *, quoted: bool = True) -> str:
-    found = _parts(path, path)
+def _address(api: Any, root: str, path: str) -> str:
+    found = _parts(root, root)
     kind = {"models/": "", None: ""}.get(found["kind"], found["kind"])
     inner = f"resolve/{found['revision'] or 'main'}" if kind != "buckets/" else "resolve"
-    inside = found["path"] or ""
-    return f"{files.endpoint}/{kind}{found['name']}/{inner}/{quote(inside) if quoted else inside}"
+    return f"{api.endpoint}/{kind}{found['name']}/{inner}/{quote(path)}".rstrip("/")
 
 
-class ObjectAddress(NamedTuple):
-    """Where an object is now: a URL, the headers for reading it, and the object's tag, if answers have none."""
+class _HubFiles(ObjectFiles):
+    """The files of a repository at a commit, or of a bucket."""
 
-    url: str
-    headers: Mapping[str, str]
-    tag: str | None
+    def __init__(self, root: str, store: Any, api: Any) -> None:
+        super().__init__(root, store)
+        self._api, self._repository = api, _parts(root, root)
+
+    def _of_hub(self, found: Any) -> dict[str, Any]:
+        """The tag is the commit, and the hash of the content that the Hub also sends as ETag."""
+        if not hasattr(found, "size"):
+            return self.entry(found.path)
+        if self._repository["kind"] == "buckets/":
+            return self.entry(found.path, size=found.size, tag=str(found.xet_hash or ""))
+        commit = self._repository["revision"] or ""
+        return self.entry(
+            found.path, size=found.size, tag=f"{commit} {found.lfs.sha256 if found.lfs else found.blob_id}"
+        )
+
+    def _asked(self, of_repository: str, of_bucket: str, **options: Any) -> list[dict[str, Any]]:
+        kind, name = self._repository["kind"], self._repository["name"]
+        if kind == "buckets/":
+            found = getattr(self._api, of_bucket)(name, **options)
+        else:
+            where = {"revision": self._repository["revision"], "repo_type": (kind or "models/")[:-2]}
+            found = getattr(self._api, of_repository)(name, **options, **where)
+        return [self._of_hub(each) for each in found]
+
+    def head(self, key: str) -> dict[str, Any]:
+        for entry in self._asked("get_paths_info", "get_bucket_paths_info", paths=[key]):
+            if entry["type"] == "file":
+                return entry
+        raise FileNotFoundError(key)
+
+    def tree(self, key: str, *, recursive: bool) -> list[dict[str, Any]]:
+        from huggingface_hub.errors import EntryNotFoundError
+
+        inside = {"prefix" if self._repository["kind"] == "buckets/" else "path_in_repo": key or None}
+        try:
+            found = self._asked("list_repo_tree", "list_bucket_tree", recursive=recursive, **inside)
+        except EntryNotFoundError:
+            return []
+        return [entry for entry in found if entry["type"] == "file" or not recursive]
+
+
+class _Address(NamedTuple):
+    """Where an object is now, at what time it was asked for, and the object's tag, if answers have another."""
+
+    store: Any
+    asked_s: float
+    tag: str
 
 
 @dataclass(kw_only=True)
 class _Found:
-    """The addresses of a store's objects, with the time at which they were asked for, by key."""
+    """The addresses of a store's objects, by key."""
 
-    addresses: dict[str, tuple[float, ObjectAddress]] = field(default_factory=dict)
-    silent_until: float = 0.0  # because of a rate limit
+    addresses: dict[str, _Address] = field(default_factory=dict)
+    silent_until: float = 0.0  # because of a rate limit, which is an answer 429
+    limited: Exception | None = None
 
 
 _OF_STORES: dict[tuple[str, str], _Found] = {}  # of this process, so that a new epoch asks for nothing again
 
 
-class HubAddresses:
-    """The addresses of a repository's or bucket's objects at the CDN. Nothing is asked for before the first `find`."""
+class _Addresses:
+    """The addresses of a repository's or bucket's objects at the CDN. Nothing is asked for before the first read."""
 
     def __init__(self, location: Any) -> None:
         self._location = location
-        self._files: Any = None
-        self._asking: dict[str, asyncio.Task[ObjectAddress]] = {}
+        self._asking: dict[str, asyncio.Task[_Address]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._found = _Found()
         if location.revision:  # what a key of a bucket stands for may change
             which = (location.path, repr(sorted(location.storage_options.items())))
             self._found = _OF_STORES.setdefault(which, self._found)
 
-    async def find(self, key: str) -> ObjectAddress:
-        """The address of an object. Raises the errors of huggingface_hub."""
-        asked_s, address = self._found.addresses.get(key, (float("-inf"), None))
-        if address is not None and time.monotonic() - asked_s < _KEPT_S:
-            return address
+    async def read(self, key: str, start: int, stop: int) -> tuple[str, bytes]:
+        """Reads a range of an object. Raises the errors of huggingface_hub and of obstore."""
+        found = await self._find(key)
+        try:
+            tag, stored = await read_once(found.store, "", start, stop)
+        except self._location.kind.errors() as error:
+            if self._location.kind.is_denial(error):  # maybe the address has expired
+                self._found.addresses.pop(key, None)
+            raise
+        return found.tag or tag, stored
+
+    async def _find(self, key: str) -> _Address:
+        found = self._found.addresses.get(key)
+        if found is not None and time.monotonic() - found.asked_s < _KEPT_S:
+            return found
         if (loop := asyncio.get_running_loop()) is not self._loop:  # tasks of a loop that has ended never end
             self._loop, self._turns, self._asking = loop, asyncio.Semaphore(_ASKED_AT_ONCE), {}
         if key not in self._asking:
@@ -181,96 +272,37 @@ class HubAddresses:
             self._asking[key].add_done_callback(lambda _: self._asking.pop(key, None))
         return await asyncio.shield(self._asking[key])  # other reads of the object wait for the same answer
 
-    def forget(self, key: str) -> None:
-        """Has an address that may have expired looked up before the next read."""
-        self._found.addresses.pop(key, None)
-
-    async def _ask(self, key: str) -> ObjectAddress:
+    async def _ask(self, key: str) -> _Address:
         async with self._turns:
-            await asyncio.sleep(max(0.0, self._found.silent_until - time.monotonic()))
-            asked_s = time.monotonic()
-            address = await aside(self._look_up, key)
-        self._found.addresses[key] = (asked_s, address)
-        return address
+            if self._found.limited is not None and time.monotonic() < self._found.silent_until:
+                raise self._found.limited
+            self._found.addresses[key] = found = await aside(self.look_up, key)
+        return found
 
-    def _look_up(self, key: str) -> ObjectAddress:
-        try:
-            found = self._metadata(key)
-        except Exception as error:
-            until = time.monotonic() + rate_limit_s(error)
-            self._found.silent_until = max(self._found.silent_until, until)
-            raise
-        at_hub = found.location.startswith(self._files.endpoint)  # a small file, which the Hub itself sends
-        headers = self._files._api._build_hf_headers() if at_hub else {}
-        tag = f"{found.commit_hash} {found.etag}"
-        if not self._location.revision:
-            tag = found.xet_file_data.file_hash if found.xet_file_data else ""
-        return ObjectAddress(found.location, headers, tag)
-
-    def _metadata(self, key: str) -> Any:
+    def look_up(self, key: str) -> _Address:
+        """Asks for the address of an object. Raises FileNotFoundError and the errors of huggingface_hub."""
         from huggingface_hub import get_hf_file_metadata
 
-        if self._files is None:
-            self._files = self._location.filesystem()
-        address = _address(self._files, f"{self._location.path}/{key}")
-        endpoint, token = self._files.endpoint, self._files.token
-        return get_hf_file_metadata(address, token=token, endpoint=endpoint, timeout=_TIMEOUT_S)
-
-
-class WebAddresses(HubAddresses):
-    """The addresses to which a web server redirects reads of a store's objects."""
-
-    def _look_up(self, key: str) -> ObjectAddress:
-        from zloader.access.web import address_of
-
-        url, headers = address_of(self._location.filesystem(), f"{self._location.path}/{key}")
-        return ObjectAddress(url, headers, None)
-
-
-def rate_limit_s(error: BaseException) -> float:
-    """The seconds after which the Hub wants to be asked again; 0 if it does not say."""
-    from huggingface_hub.utils._http import parse_ratelimit_headers
-
-    headers = getattr(getattr(error, "response", None), "headers", {})
-    limit = parse_ratelimit_headers(headers)
-    after = headers.get("Retry-After", "")
-    if limit is not None and limit.remaining == 0:
-        return float(limit.reset_in_seconds)
-    return float(after) if after.isdigit() else 0.0
-
-
-def unfound(error: Exception, advice: str) -> ReadFailure:
-    """The ReadFailure of an address that could not be found; `advice` is what to check if access is denied."""
-    answer = reason_of(error)
-    code = getattr(getattr(error, "response", None), "status_code", None)
-    if is_denial(error):
-        return denied(answer, advice)
-    if code == 404:
-        return MISSING
-    if code is not None and code < 500 and code not in (408, 425, 429):
-        return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
-    return ReadFailure(answer=answer, wait_s=rate_limit_s(error))
-
-
-def hub_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of the Hub's client and of aiohttp. Raises OptionError if huggingface_hub is not installed."""
-    with _needed():
-        from aiohttp import ClientError
-        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-    return HfHubHTTPError.__mro__[1], EntryNotFoundError, ClientError  # the first is any error of its client
-
-
-def credentials_found(location: Any) -> str:
-    """Where a token for the Hub is. Raises OptionError if huggingface_hub is not installed."""
-    with _needed():
-        from huggingface_hub import get_token
-    if location.storage_options.get("token"):
-        return "token in storage_options"
-    if not get_token():
-        return "none, which suffices for public repositories"
-    return "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the file of 'hf auth login'"
-
-
-def is_denial(error: BaseException) -> bool:
-    """Whether the token is missing or not sufficient."""
-    return getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+        location, asked_s = self._location, time.monotonic()
+        api, (root, prefix) = _api(location), location.kind.split(location)
+        try:
+            found = get_hf_file_metadata(
+                _address(api, root, f"{prefix}/{key}".strip("/")),
+                token=api.token,
+                endpoint=api.endpoint,
+                timeout=_TIMEOUT_S,
+            )
+        except Exception as error:
+            if wait_s := location.kind.wait_s(error):
+                self._found.silent_until, self._found.limited = time.monotonic() + wait_s, error
+            if status_of(error) == 404:
+                raise FileNotFoundError(str(error)) from error
+            raise
+        at_hub = found.location.startswith(api.endpoint)  # a small file, which the Hub itself sends
+        headers = {name: str(value) for name, value in api._build_hf_headers().items()} if at_hub else {}
+        address = found.location
+        store = kept_store("HTTPStore", address, endpoint_url=address, headers=headers, retries=False)
+        tag = f"{found.commit_hash} {found.etag}"
+        if not location.revision:
+            tag = found.xet_file_data.file_hash if found.xet_file_data else ""
+        return _Address(store, asked_s, tag)

@@ -8,30 +8,20 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from zloader.access.credentials import S3Access, s3_access
-from zloader.access.google import google_endpoint, google_token, paying_project
 from zloader.access.location import Location
 from zloader.common.descriptors import close_with
-
-_GOOGLE = "https://storage.googleapis.com"
 
 
 def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]:
     """TensorStore's spec of the key-value store at a remote `location`. Raises AccessDeniedError and OptionError."""
     set_curl_timeouts()
-    if location.is_web:
-        return http_spec(f"{location.url.rstrip('/')}/", location.storage_options.get("headers") or {})
+    trust_bundle()
     bucket, _, prefix = location.path.partition("/")
-    prefix += "/" if prefix else ""
-    if location.scheme == "s3":
-        trust_bundle()
-        return _s3(bucket, prefix, s3_access(location.storage_options), credentials)
-    return _gcs(bucket, prefix, location.storage_options)
+    return _s3(bucket, prefix + "/" if prefix else "", s3_access(location.storage_options), credentials)
 
 
 def set_curl_timeouts() -> None:
@@ -48,30 +38,6 @@ def trust_bundle() -> None:
         os.environ.setdefault("TENSORSTORE_CA_BUNDLE", bundle)
 
 
-def _requests(driver: str) -> dict[str, Any]:
-    return {
-        # The fetch bounds the bytes in flight. This limit only has to be high enough not to interfere.
-        f"{driver}_request_concurrency": {"limit": 256},
-        # retry.py retries, within a deadline. TensorStore's own retries would go on for 15 minutes.
-        f"{driver}_request_retries": {"max_retries": 0},
-    }
-
-
-def _gcs(bucket: str, prefix: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    project = paying_project(options)
-    if google_token(options) == "anon":
-        # The gcs driver would sign with any credentials that it finds, and its endpoint cannot be set.
-        return http_spec(f"{google_endpoint(options) or _GOOGLE}/{bucket}/{quote(prefix)}", {})
-    paid = {"gcs_user_project": {"project_id": project}} if project else {}
-    return {"driver": "gcs", "bucket": bucket, "path": prefix, **paid, **_requests("gcs")}
-
-
-def http_spec(base_url: str, headers: Any) -> dict[str, Any]:
-    """TensorStore's spec of what is below a URL of a web server. Keys are added before the query, if there is one."""
-    lines = [f"{name}: {value}" for name, value in headers.items()]
-    return {"driver": "http", "base_url": base_url, "headers": lines, **_requests("http")}
-
-
 def _s3(bucket: str, prefix: str, access: S3Access, credentials: Credentials) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "driver": "s3",
@@ -83,7 +49,12 @@ def _s3(bucket: str, prefix: str, access: S3Access, credentials: Credentials) ->
         spec["endpoint"] = access.endpoint
     if access.region:
         spec["aws_region"] = access.region
-    return spec | _requests("s3")
+    return spec | {
+        # The fetch bounds the bytes in flight. This limit only has to be high enough not to interfere.
+        "s3_request_concurrency": {"limit": 256},
+        # retry.py retries, within a deadline. TensorStore's own retries would go on for 15 minutes.
+        "s3_request_retries": {"max_retries": 0},
+    }
 
 
 class Credentials:

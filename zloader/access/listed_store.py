@@ -8,19 +8,23 @@ be returned, with as many bytes as the listing says.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from zloader.access.schemes import access_errors, is_denial
+from zloader.access.stored_objects import StoredObject
+from zloader.access.zarr_groups import UNDECODABLE, implied_keys, members_of, open_zarr_group
 from zloader.common.errors import (
     AccessDeniedError,
     FormatError,
     MissingObjectError,
     ReadError,
     StoreChangedError,
+    StoreNotFoundError,
     TruncatedObjectError,
+    ZloaderError,
 )
 from zloader.common.messages import reason_of
 from zloader.storage.coders import is_whole_blosc, require_packages
@@ -31,7 +35,9 @@ if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
     from zarr.core.buffer import Buffer, BufferPrototype
 
+Listed = dict[str, StoredObject]
 METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
+_ROOTS = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
 _RESTORE = "Restore it or convert the store again"
 
 
@@ -211,6 +217,32 @@ class ListedStore(Store):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ListedStore) and (self._store, self._url) == (other._store, other._url)
+
+
+def implied_objects(store: Store, url: str, find: Callable[[Iterable[str]], Listed]) -> Listed:
+    """The objects of a store that cannot be listed: those of `find`, which finds which of some keys exist.
+
+    The consolidated metadata implies the keys. If there is no store at `url`, but a file, it has the key "".
+    Raises StoreNotFoundError, and FormatError if the metadata is not consolidated.
+    """
+    roots = find(_ROOTS)
+    if not roots.keys() & {"zarr.json", ".zgroup"}:
+        if not (file := find([""])):
+            raise StoreNotFoundError(f"found no zarr.json or .zgroup at {url}: check the address")
+        return file
+    try:
+        sizes = {key: entry.size for key, entry in roots.items()}
+        group = open_zarr_group(ListedStore(store, url, sizes, all_listed=False))
+    except ZloaderError:
+        raise
+    except UNDECODABLE as error:
+        raise FormatError(f"{url} is not a Zarr group: {error}") from error
+    if group.metadata.consolidated_metadata is None:
+        raise FormatError(
+            f"the metadata of {url} is not consolidated, and a web server cannot be listed: run "
+            "zarr.consolidate_metadata on the original store, or convert it with 'zloader convert'"
+        )
+    return roots | find(implied_keys(members_of(group, url)))
 
 
 def _parents(key: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ imported in the methods that use them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +22,10 @@ from urllib.parse import unquote, urlsplit
 import zarr.abc.store
 import zarr.storage
 
+from zloader.access.listed_store import implied_objects
 from zloader.access.scheme import Scheme
 from zloader.access.schemes import SCHEMES
-from zloader.access.stored_objects import Listing, StoredObject, find_file, list_files
+from zloader.access.stored_objects import Listing, StoredObject
 from zloader.common.checks import absolute_path
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.messages import reason_of, suggestion
@@ -158,9 +160,8 @@ class Location:
         """A zarr store rooted at this URL, for metadata and small arrays."""
         if not read_only:
             self.require_writable()
-        if self.scheme == "file":
-            return zarr.storage.LocalStore(self.path, read_only=read_only)
-        if not read_only:
+            if self.scheme == "file":
+                return zarr.storage.LocalStore(self.path)
             return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=False, path=self.path)
         store: zarr.abc.store.Store = self.kind.zarr_store(self)
         return store
@@ -175,21 +176,14 @@ class Location:
         On a web server, the objects that the consolidated metadata implies and that exist, at one request per object.
         Raises StoreNotFoundError if there are none, and AccessDeniedError if the credentials do not permit listing.
         """
-        if self.is_web:
-            from zloader.access import web, web_listing
-
-            filesystem = self.filesystem()
-            try:
-                return Listing(web_listing.listing(filesystem, self.path, self.zarr_store(read_only=True)).items())
-            except StoreNotFoundError:
-                parent, _, name = self.path.rpartition("/")
-                found = web.find(filesystem, parent, [name])
-                if not found:
-                    raise
-                return Listing([("", found[name])])  # a file
         with self.translated("list"):
             try:
-                listed = self._found()
+                if self.is_web:
+                    store, find = self.zarr_store(read_only=True), functools.partial(self.kind.find, self)
+                    return Listing(implied_objects(store, self.path, find).items())
+                listed = self.kind.listing(self)
+            except ZloaderError:  # a StoreNotFoundError is a FileNotFoundError
+                raise
             except (FileNotFoundError, NotADirectoryError):
                 listed = Listing([])
         if not listed:
@@ -233,15 +227,6 @@ class Location:
             beside = [entry.name for entry in path.parent.iterdir()]
         return f"no such directory: {path}{suggestion(path.name, beside) or '. Check the path'}"
 
-    def _found(self) -> Listing:
-        if self.scheme == "file":
-            return list_files(self.path)
-        found = self.filesystem().find(self.path, detail=True)
-        # S3 consoles create an empty object whose key ends in a slash to represent a folder.
-        return Listing(
-            (key[len(self.path) + 1 :], self._stored_object(entry)) for key, entry in found.items() if key[-1] != "/"
-        )
-
     def names(self) -> set[str]:
         """The first part of every key of `listing`, from one non-recursive listing; empty if nothing exists here.
 
@@ -282,21 +267,11 @@ class Location:
 
     def find_object(self, key: str) -> StoredObject | None:
         """The current state of one object; None if it does not exist. Raises StoreError."""
-        if self.is_web:
-            from zloader.access import web
-
-            return web.find(self.filesystem(), self.path, [key]).get(key)
         with self.translated(f"look up {key} of"):
             try:
-                if self.scheme == "file":
-                    return find_file(self.path, key)
-                return self._stored_object(self.filesystem().info(f"{self.path}/{key}"))
+                return self.kind.find_object(self, key)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-
-    def _stored_object(self, entry: Mapping[str, Any]) -> StoredObject:
-        tag = self.kind.tag(self, entry)
-        return StoredObject(size=int(entry["size"]), tag=tag, stamp=tag)
 
     @staticmethod
     def kept(filesystem: Any) -> Any:
@@ -311,22 +286,23 @@ class Location:
     @contextlib.contextmanager
     def translated(self, doing: str) -> Iterator[None]:
         """Translates errors of file systems and their clients into zloader's."""
-        errors = self.kind.errors()
         try:
             yield
         except ZloaderError:
             raise
-        except errors as error:
-            reason = reason_of(error)
-            if self.kind.is_denial(error):
-                raise AccessDeniedError(
-                    f"not allowed to {doing} {self.url}: {reason}. Check {self.kind.advice}"
+        except Exception as error:
+            if isinstance(error, self.kind.errors()):
+                reason = reason_of(error)
+                if self.kind.is_denial(error):
+                    raise AccessDeniedError(
+                        f"not allowed to {doing} {self.url}: {reason}. Check {self.kind.advice}"
+                    ) from error
+                raise StoreError(
+                    f"cannot {doing} {self.url}: {reason}. Is the endpoint correct, and is its server running?"
                 ) from error
-            raise StoreError(
-                f"cannot {doing} {self.url}: {reason}. Is the endpoint correct, and is its server running?"
-            ) from error
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
-            raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
+            if isinstance(error, TypeError | ValueError | AttributeError | KeyError):
+                raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
+            raise
 
 
 def location_of(url: Any, storage_options: Mapping[str, Any] | None) -> Location:

@@ -58,7 +58,6 @@ class ReadFailure:
     wait_s: float = 0.0
 
 
-REDIRECTED = ReadFailure(answer="a redirect")  # read at once where it leads, which is no further attempt
 MISSING = ReadFailure(
     answer="the object does not exist",
     error=MissingObjectError,

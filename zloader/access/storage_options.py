@@ -1,4 +1,4 @@
-"""Refuses storage_options that a file system would ignore, or that would fail later. Imports no client by itself."""
+"""Refuses storage_options that a client would ignore, or that would fail later. Imports no client by itself."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ def parameters(*functions: Callable[..., Any]) -> set[str]:
 
 
 def require_known(storage_options: Mapping[str, Any], scheme: str, known: Collection[str]) -> None:
-    """Raises OptionError, which names the nearest option, for an option that the file system of `scheme` lacks.
-
-    `known` are its own options; those that every fsspec file system takes are added.
-    """
-    known = {*known, *parameters(DirCache.__init__), "skip_instance_cache"} - _OURS
+    """Raises OptionError, which names the nearest option, for an option that `scheme` does not have."""
     elsewhere = _ELSEWHERE if scheme == "s3" else {}
     _refuse_unknown(storage_options, known, option=f"the storage_options of {scheme}://", elsewhere=elsewhere)
 
@@ -53,7 +49,8 @@ def require_s3(storage_options: Mapping[str, Any]) -> None:
     from botocore.session import Session
     from s3fs import S3FileSystem
 
-    require_known(storage_options, "s3", parameters(S3FileSystem.__init__, AioSession.__init__))
+    known = parameters(S3FileSystem.__init__, AioSession.__init__, DirCache.__init__) | {"skip_instance_cache"}
+    require_known(storage_options, "s3", known - _OURS)
     for name in _DICTS:
         value = storage_options.get(name) or {}
         if not isinstance(value, Mapping):

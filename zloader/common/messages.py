@@ -14,6 +14,9 @@ from typing import Any
 _LISTED = 10
 _MOST_REASON = 500  # characters
 _QUERY = re.compile(r"(https?://[^\s?]+)\?[^\s]*")
+_REQUESTED = re.compile(r"(?s)^.*?Error performing [A-Z]+ .*? in [\d.]+[a-zµ]+(, after .*?)? +- (HTTP error: )?")
+_XML = re.compile(r"(?s)<\?xml.*?<Code>(.*?)</Code>\s*<Message>(.*?)[\n<].*")
+_CAUSE = re.compile(r'(?:error|message): "([^"]+)"')
 _DIGITS = re.compile(r"\d+")
 _SUGGESTED = 3
 _CUTOFF = 0.7  # of difflib's similarity: `cel_type` and `celltype` for cell_type, but not `donor` for `dose`
@@ -53,8 +56,15 @@ def listed(names: Iterable[Any], most: int = _LISTED) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The message of an error of another library, on one line, without the queries of URLs, which may be signatures."""
-    text = _QUERY.sub(r"\1", str(error).partition("\n\nDebug source")[0])
+    """The message of an error of another library, on one line, without the queries of URLs, which may be signatures.
+
+    obstore says at the end why there is no connection, and before it much that is of no use.
+    """
+    said, _, details = str(error).partition("\n\nDebug source")
+    text = _QUERY.sub(r"\1", _REQUESTED.sub("", said).replace("Server returned non-2xx status code:", "status"))
+    text = _XML.sub(r"\1: \2", text)
+    causes = dict.fromkeys(_CAUSE.findall(details)) if "status" not in text else ()
+    text += f" ({', '.join(causes)})" * bool(causes)
     return " ".join(text.split())[:_MOST_REASON] or type(error).__name__
 
 

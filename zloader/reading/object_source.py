@@ -1,8 +1,8 @@
 """Reads the bytes of chunks of remote stores, one ranged GET per span.
 
-A RangeReader makes single attempts through TensorStore (tensorstore_reader.py: S3, Google Cloud Storage, web servers
-and the Hugging Face Hub) or obstore (obstore_reader.py: the rest). Here they are retried after pauses, until the
-deadline, and each answer is compared with the object that was listed. A read that stalls ends when its connection is
+A RangeReader makes single attempts through TensorStore (tensorstore_reader.py: S3) or obstore (obstore_reader.py: all
+other schemes). Here they are retried after pauses, until the deadline, and each answer is compared with the object that
+was listed. A read that stalls ends when its connection is
 closed, as TensorStore and obstore do once it has received nothing for 20 s, or at the deadline.
 """
 
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zloader.access.location import Location
-from zloader.access.retry import REDIRECTED, Answer, ReadFailure, pause_s, settled, truncated
+from zloader.access.retry import Answer, ReadFailure, pause_s, settled, truncated
 from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import DeadlineError, StoreChangedError, TruncatedObjectError
+from zloader.common.locks import cached_property
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
 
@@ -29,7 +30,7 @@ _WARN_S = 5.0  # a read retried for longer than this logs a warning, at most one
 
 
 class RangeReader(Protocol):
-    """Starts single ranged GETs of a library, and reports how they ended. It opens nothing before the first `start`."""
+    """Starts single ranged GETs of a library, and reports how they ended."""
 
     async def start(self, spans: Sequence[Span]) -> list[Any]:
         """Begins all reads; returns a future for each span."""
@@ -67,7 +68,6 @@ class ObjectSource:
         """`objects` were listed when the store was opened. An object that has changed since then raises an error."""
         self._location, self._objects, self._options = location, objects, options
         self._tags: dict[str, bytes] = {}  # the answers' tag of each object that was read
-        self._reader = _reader(location)
         self.retries = 0  # so far, over all reads
         self._warned = float("-inf")
         self._random = random.Random()  # leaves the state of the global generator unchanged
@@ -125,9 +125,8 @@ class ObjectSource:
             outcome = await self._outcome(attempts.span, read)
             if isinstance(outcome, bytes):
                 return outcome
-            if outcome is not REDIRECTED:
-                await self._pause(attempts, outcome)
-                attempts.number += 1
+            await self._pause(attempts, outcome)
+            attempts.number += 1
             self.retries += 1
             (read,) = await self._reader.start([attempts.span])
             started.append(read)
@@ -171,6 +170,11 @@ class ObjectSource:
             else truncated(f"{len(answer.stored)} of {span.size} bytes")
         )
 
+    @cached_property
+    def _reader(self) -> RangeReader:
+        """Opened by the first read, in the process that iterates, so that no client is in use before a fork."""
+        return _reader(self._location)
+
     def describe(self, span: Span) -> str:
         """URL, key and byte range, for messages."""
         return span.read_from(self._location.url)
@@ -200,12 +204,10 @@ class ObjectSource:
 
 def _reader(location: Location) -> RangeReader:
     """The library that reads a location is imported here, so that a process loads only that one."""
-    if (bucket := location.kind.object_store(location)) is not None:
+    if (read_range := location.kind.read_range(location)) is not None:
         from zloader.reading.obstore_reader import ObstoreReader
 
-        return ObstoreReader(location, bucket)
-    from zloader.reading import tensorstore_reader
+        return ObstoreReader(location, read_range)
+    from zloader.reading.tensorstore_reader import TensorStoreReader
 
-    if (addresses := location.kind.addresses(location)) is not None:
-        return tensorstore_reader.AddressReader(location, addresses)
-    return tensorstore_reader.WebReader(location) if location.is_web else tensorstore_reader.TensorStoreReader(location)
+    return TensorStoreReader(location)

@@ -1,61 +1,48 @@
-"""Single ranged GETs through obstore: Azure, and gs:// at a stated endpoint."""
+"""Single ranged GETs through obstore: all schemes but s3://, and buckets of S3 whose requester pays."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from zloader.access.location import Location
-from zloader.access.object_stores import ObjectStore, claim_process
+from zloader.access.object_files import status_of
 from zloader.access.retry import MISSING, RANGE_IGNORED, Answer, ReadFailure, denied, truncated
-from zloader.common.locks import cached_property
+from zloader.access.scheme import ReadRange
 from zloader.common.messages import reason_of
 from zloader.common.records import Span
 
-_STATUS = re.compile(r"status code: (\d{3})")
 _PASSING = (408, 425, 429)  # of the statuses below 500
 
 
 class ObstoreReader:
-    """A RangeReader of a bucket or container."""
+    """A RangeReader of what `read_range` reads."""
 
-    def __init__(self, location: Location, bucket: ObjectStore) -> None:
-        self._location, self._bucket = location, bucket
+    def __init__(self, location: Location, read_range: ReadRange) -> None:
+        self._location, self._read_range = location, read_range
 
     async def start(self, spans: Sequence[Span]) -> list[Any]:
-        claim_process("obstore")
-        store = self._store  # outside the reads, so that options that cannot be used are not retried
-        return [asyncio.ensure_future(self._read(store, span)) for span in spans]
-
-    @cached_property
-    def _store(self) -> Any:
-        return self._bucket.open()
-
-    async def _read(self, store: Any, span: Span) -> Answer:
-        result = await store.get_async(self._bucket.path(span.key), options={"range": (span.start, span.stop)})
-        stored = (await result.bytes_async()).to_bytes()
-        return Answer(tag=str(result.meta[self._bucket.tag] or "").strip('"').encode(), stored=stored)
+        return [asyncio.ensure_future(self._read_range(span.key, span.start, span.stop)) for span in spans]
 
     def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
-        error = read.exception()
-        return read.result() if error is None else self._failure(error)
+        if (error := read.exception()) is not None:
+            return self._failure(error)
+        tag, stored = read.result()
+        return Answer(tag=tag.encode(), stored=stored)
 
     def _failure(self, error: BaseException) -> ReadFailure:
         from obstore.exceptions import NotSupportedError
 
-        answer, kind = reason_of(error), self._location.kind
-        found = _STATUS.search(answer)
-        code = int(found[1]) if found else None  # None if there was no answer
+        answer, kind, status = reason_of(error), self._location.kind, status_of(error)
         if kind.is_denial(error):
-            return denied(answer, kind.advice)
+            return denied(answer, kind.advice, attempts=kind.attempts_if_denied)
         if isinstance(error, FileNotFoundError):
             return MISSING
         if isinstance(error, NotSupportedError):
             return RANGE_IGNORED
-        if code == 416:
+        if status == 416:
             return truncated(answer)
-        if code is None or code >= 500 or code in _PASSING:
-            return ReadFailure(answer=answer)
+        if "redirect" not in answer and (status is None or status >= 500 or status in _PASSING):
+            return ReadFailure(answer=answer, wait_s=kind.wait_s(error))
         return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)

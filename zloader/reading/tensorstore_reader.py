@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import tensorstore as ts
 
-from zloader.access.hub import HubAddresses, WebAddresses, unfound
-from zloader.access.kvstore import Credentials, http_spec, kvstore_spec, set_curl_timeouts
+from zloader.access.kvstore import Credentials, kvstore_spec
 from zloader.access.location import Location
-from zloader.access.object_stores import claim_process
-from zloader.access.retry import MISSING, REDIRECTED, Answer, ReadFailure, classify_failure, settled
-from zloader.common.errors import AccessDeniedError, StoreError
-from zloader.common.messages import reason_of
+from zloader.access.retry import MISSING, Answer, ReadFailure, classify_failure
+from zloader.access.scheme import claim_process
+from zloader.common.errors import StoreError
 from zloader.common.records import Span
-
-_REDIRECT = re.compile(r"\[HTTP code 30[12378]\]")
 
 
 class TensorStoreReader:
-    """A RangeReader of S3, Google Cloud Storage and web servers. TensorStore's own retries are off."""
+    """A RangeReader of S3. TensorStore's own retries are off."""
 
     def __init__(self, location: Location) -> None:
         self._location, self._credentials = location, Credentials()
@@ -42,66 +36,6 @@ class TensorStoreReader:
         if result.state == "missing":
             return MISSING
         return Answer(tag=result.stamp.generation, stored=result.value)  # copies the bytes, so ask only once
-
-
-class AddressReader:
-    """A RangeReader of objects that each have an address of their own, as at a CDN."""
-
-    def __init__(self, location: Location, addresses: HubAddresses) -> None:
-        self._location, self._addresses = location, addresses
-
-    async def start(self, spans: Sequence[Span]) -> list[Any]:
-        claim_process("TensorStore")
-        set_curl_timeouts()
-        return [asyncio.ensure_future(self._read(span)) for span in spans]
-
-    async def _read(self, span: Span) -> Answer | ReadFailure:
-        advice = self._location.kind.advice
-        try:
-            found = await self._addresses.find(span.key)
-        except self._location.kind.errors() as error:
-            return unfound(error, advice)
-        kvstore = await ts.KvStore.open(http_spec(found.url, found.headers))  # takes less than 0.1 ms
-        read = kvstore.read("", byte_range=slice(span.start, span.stop))
-        try:
-            await settled([read])
-        finally:
-            read.cancel()  # does nothing to a read that has ended
-        if (failed := read.exception()) is not None:
-            failure = classify_failure(reason_of(failed), advice)
-            if failure.error is AccessDeniedError:  # maybe the address has expired
-                self._addresses.forget(span.key)
-                return replace(failure, attempts=2)
-            return failure
-        result = read.result()
-        return (
-            MISSING
-            if result.state == "missing"
-            else Answer(tag=result.stamp.generation if found.tag is None else found.tag.encode(), stored=result.value)
-        )
-
-    def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
-        found: Answer | ReadFailure = read.result()
-        return found
-
-
-class WebReader(TensorStoreReader):
-    """A RangeReader of web servers. The first answer that is a redirect makes it an AddressReader."""
-
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        self._redirected: AddressReader | None = None
-
-    async def start(self, spans: Sequence[Span]) -> list[Any]:
-        return await (super().start(spans) if self._redirected is None else self._redirected.start(spans))
-
-    def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
-        if self._redirected is not None and isinstance(read, asyncio.Future):
-            return self._redirected.answer(span, read)
-        if read.exception() is not None and _REDIRECT.search(str(read.exception())):
-            self._redirected = self._redirected or AddressReader(self._location, WebAddresses(self._location))
-            return REDIRECTED
-        return super().answer(span, read)
 
 
 async def _open_kvstore(location: Location, credentials: Credentials) -> Any:

@@ -122,7 +122,7 @@ class SourceLocation:
 
     def _tag(self, entry: Mapping[str, Any]) -> str:
         if self.bucket is not None:
-            return self.bucket.kind.tag(self.bucket, entry)
+            return self.bucket.kind.tag(entry)
         return next((str(entry[name]) for name in _TAGS if entry.get(name)), "")
 
     def zarr_store(self) -> Store:
