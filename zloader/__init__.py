@@ -35,8 +35,8 @@ from zloader.common.version import __version__ as __version__
 if TYPE_CHECKING:
     from zloader import tokenizers as tokenizers
     from zloader import transforms as transforms
+    from zloader.caching.mirror import CacheStatistics
     from zloader.common.options import Cache, FetchOptions
-    from zloader.common.records import CacheStatistics, Statistics
     from zloader.conversion.convert import ConversionReport, convert
     from zloader.conversion.example import example_h5ad
     from zloader.conversion.joining.selection import Selection
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
     from zloader.training.csr_rows import CsrRows
+    from zloader.training.epoch import Statistics
     from zloader.training.loader import Loader
     from zloader.training.minibatch import Minibatch
     from zloader.training.packed import PackedRows
@@ -103,7 +104,7 @@ _MODULES = {
     "BlockShuffling": "zloader.order.shuffling",
     "BlockWeightedSampling": "zloader.order.weighted",
     "Cache": "zloader.common.options",
-    "CacheStatistics": "zloader.common.records",
+    "CacheStatistics": "zloader.caching.mirror",
     "CellSets": "zloader.order.cell_sets",
     "ClassBalancedSampling": "zloader.order.weighted",
     "ConversionReport": "zloader.conversion.convert",
@@ -123,7 +124,7 @@ _MODULES = {
     "Sampling": "zloader.order.sampling",
     "RowSource": "zloader.conversion.sources.row_source",
     "Selection": "zloader.conversion.joining.selection",
-    "Statistics": "zloader.common.records",
+    "Statistics": "zloader.training.epoch",
     "Streaming": "zloader.order.shuffling",
     "Verification": "zloader.conversion.verify",
     "View": "zloader.dataset.dataset",

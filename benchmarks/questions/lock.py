@@ -43,7 +43,7 @@ from torch.nn import functional
 import zloader as zl
 from benchmarks.harness.measuring import Figures, die_with_parent, in_new_process, table
 from benchmarks.harness.sides import median_and_range, rows_and_column
-from zloader.common.machine import cpu_s
+from zloader.insight.usage import cpu_s
 
 N_GENES = 500
 N_TOKENS = 16

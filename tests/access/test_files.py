@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
-from zloader.access.file_source import FileSource
+from zloader.access.file_source import FileSource, ReadClock
 from zloader.access.location import Location
 from zloader.common.errors import (
     AccessDeniedError,
@@ -26,7 +26,7 @@ from zloader.common.errors import (
     TruncatedObjectError,
 )
 from zloader.common.options import FetchOptions
-from zloader.common.records import ReadClock, Span
+from zloader.common.records import Span
 from zloader.reading.gates import ByteBudget
 from zloader.reading.resources import Counters, Resources
 

@@ -20,9 +20,9 @@ from test_cli import params, zloader
 import benchmarks.real as real
 import zloader as zl
 from zloader.commands import bench as bench_command
-from zloader.commands import bench_run
 from zloader.commands.bench_run import BenchEpoch, kind_of, medians, run_epoch
 from zloader.common.errors import ZloaderError
+from zloader.insight import usage
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 from zloader.training.minibatch import DTYPES
 
@@ -316,7 +316,7 @@ def test_the_loop_is_the_loaders(store):
 def test_the_link_is_measured_if_an_epoch_read_from_it(bucket, sim, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
-    monkeypatch.setattr(bench_run, "processor_s", lambda: None)  # otherwise other programs may be what bounds it
+    monkeypatch.setattr(usage, "processor_s", lambda: None)  # otherwise other programs may be what bounds it
     server = sim(root=bucket, total_mbps=0.02)
     flags = ("--endpoint-url", server.url, "--region", "us-east-1", "--epochs", 1, *FLAGS)
     seen = documented("s3://atlas/counts.zarr", *flags)

@@ -1,14 +1,8 @@
-"""What this machine has and does, and what needs too much of its memory."""
+"""What this machine has, and what needs too much of its memory."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,43 +73,6 @@ def test_the_names_of_too_many_rows_are_refused(monkeypatch, example_dataset):
     assert len(example_dataset[:19].obs()) == 19
     monkeypatch.setattr(machine, "available_bytes", lambda: 200 * len(example_dataset))
     assert len(example_dataset.obs_names) == len(example_dataset.obs()) == len(example_dataset)
-
-
-@pytest.mark.skipif(machine.processor_s() is None, reason="needs Linux, and all cores of the machine")
-def test_cores_that_this_process_may_not_use_do_not_count_as_busy(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: machine.available_cores() + 1)
-    assert machine.processor_s() is None
-
-
-@pytest.mark.parametrize(
-    ("name", "written", "limited"),
-    [("cpu.max", "max 100000\n", False), ("cpu.max", "150000 100000\n", True),
-     ("cpu/cpu.cfs_quota_us", "-1\n", False), ("cpu/cpu.cfs_quota_us", "50000\n", True)],
-)  # fmt: skip
-def test_nor_do_the_cores_outside_of_a_container(monkeypatch, tmp_path, name, written, limited):
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    without = machine.processor_s()
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(written)
-    assert (machine.processor_s() is None) == (limited or without is None)
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
-def test_the_processor_time_of_a_child_counts_whichever_thread_started_it():
-    children = []
-    thread = threading.Thread(
-        target=lambda: children.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
-    )
-    before_s, own_s = machine.cpu_s(), time.process_time()
-    thread.start()
-    thread.join()
-    try:
-        while machine.cpu_s() - before_s < time.process_time() - own_s + 0.1:
-            time.sleep(0.05)
-    finally:
-        children[0].kill()
-        children[0].wait()
-    assert machine.cpu_s() - before_s >= time.process_time() - own_s + 0.1, "nor is it lost when the child ends"
 
 
 @pytest.fixture

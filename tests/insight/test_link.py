@@ -9,7 +9,7 @@ import pytest
 from helpers import counts, write_store
 
 import zloader as zl
-from zloader.common import machine, page_cache
+from zloader.common import page_cache
 from zloader.insight import link
 from zloader.insight.link import disk_bytes_per_s, link_bytes_per_s
 
@@ -81,7 +81,7 @@ def assumes_disk(monkeypatch, *, dropped: bool, counted: bool) -> None:
     """A kernel that drops pages or not, and counts 64 MiB of reads a call or none, whatever the disk of the tests."""
     totals = iter(range(0, 1 << 40, 1 << 26) if counted else [0] * 9)
     monkeypatch.setattr(page_cache, "drop", lambda *_: dropped)
-    monkeypatch.setattr(machine, "disk_bytes", lambda: next(totals))
+    monkeypatch.setattr(link, "disk_bytes", lambda: next(totals))
 
 
 def test_the_disk_counts_only_what_was_read_from_it(local, monkeypatch):
@@ -93,7 +93,7 @@ def test_the_disk_counts_only_what_was_read_from_it(local, monkeypatch):
     assert disk_bytes_per_s(local, enough_s=60) is None, "the files stay in memory"
     assumes_disk(monkeypatch, dropped=True, counted=False)
     assert disk_bytes_per_s(local, enough_s=60) is None, "the kernel does not count reads of this file system"
-    monkeypatch.setattr(machine, "disk_bytes", lambda: None)
+    monkeypatch.setattr(link, "disk_bytes", lambda: None)
     assert disk_bytes_per_s(local, enough_s=60) is None, "the system does not tell"
 
 
@@ -117,7 +117,7 @@ def test_a_disk_that_fails_is_an_error(local, monkeypatch):
         disk_bytes_per_s(local)
 
 
-@pytest.mark.skipif(machine.disk_bytes() is None, reason="needs Linux")
+@pytest.mark.skipif(link.disk_bytes() is None, reason="needs Linux")
 def test_bytes_that_are_dropped_are_read_from_the_disk_again(local, bucket):
     (path, *_) = sorted((bucket / "atlas").rglob("X/data/c/*"))
     size = path.stat().st_size
@@ -127,7 +127,7 @@ def test_bytes_that_are_dropped_are_read_from_the_disk_again(local, bucket):
         if not page_cache.drop(file.fileno(), 0, size):
             pytest.skip("files of this directory stay in memory")
         assert not page_cache._in_memory(file.fileno(), 0)
-        before = machine.disk_bytes()
+        before = link.disk_bytes()
         os.pread(file.fileno(), size, 0)
         assert page_cache._in_memory(file.fileno(), 0)
-        assert machine.disk_bytes() >= before
+        assert link.disk_bytes() >= before

@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
@@ -32,9 +33,23 @@ from zloader.common.errors import (
 from zloader.common.file_systems import has_stable_inodes
 from zloader.common.locks import cached_property
 from zloader.common.options import FetchOptions
-from zloader.common.records import ReadClock, Span
+from zloader.common.records import Span
 
 Result = TypeVar("Result")
+
+
+@dataclass
+class ReadClock:
+    """When a read in another thread `began`, in seconds of time.monotonic, and whether it has `ended`."""
+
+    began: float | None = None
+    ended: bool = False
+
+    def left_s(self, deadline_s: float) -> float:
+        """The seconds until the read has taken too long, if it is under way; all of them, if it is not."""
+        if self.began is None or self.ended:
+            return deadline_s
+        return self.began + deadline_s - time.monotonic()
 
 
 class FileSource:

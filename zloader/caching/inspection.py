@@ -19,9 +19,9 @@ import numpy as np
 from zloader.caching.atomic_files import opened
 from zloader.caching.directory import VERSION, MirrorEntry, VerifiedMarks, described_in
 from zloader.caching.kept import is_whole
+from zloader.caching.mirror import Held
 from zloader.caching.rows_file import RowsIndex, is_present, sizes_in, word_of
 from zloader.common.errors import CacheError
-from zloader.common.records import Held
 
 _SUFFIXES = ("index", "rows", "array", "kept")
 

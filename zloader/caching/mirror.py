@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -17,6 +18,46 @@ from zloader.storage.layout import MatrixLayout
 from zloader.storage.row_blocks import PANEL, RowForm
 
 log = logging.getLogger("zloader")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """How much of some matrices or arrays is in a mirror, in blocks of rows and in bytes."""
+
+    chunks: int
+    chunks_held: int
+    bytes_in_all: int
+    bytes_held: int
+
+    @property
+    def share(self) -> float:
+        """The share of the bytes that the mirror holds, from 0 to 1."""
+        return self.bytes_held / self.bytes_in_all if self.bytes_in_all else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStatistics(Held):
+    """How much of a matrix is in the cache; returned by `Dataset.cache_statistics`.
+
+    Attributes:
+        directory: Directory of the mirror.
+        chunks, chunks_held: Blocks of rows of the matrix, and how many of them are cached.
+        bytes_in_all, bytes_held: Bytes of all blocks, estimated from those that are cached, and bytes of these.
+        allocated_bytes: Disk space of all mirrors in the cache, in bytes.
+        max_bytes: Limit for `allocated_bytes`; None means no limit.
+        full: Whether the cache has stopped accepting blocks.
+
+    >>> for minibatch in zl.Loader(dataset):  # one epoch fills the mirror
+    ...     pass
+    >>> statistics = dataset.cache_statistics()
+    >>> statistics.share, statistics.full
+    (1.0, False)
+    """
+
+    directory: Path
+    allocated_bytes: int
+    max_bytes: int | None
+    full: bool
 
 
 def contents_of(files: Sequence[RowsFile]) -> dict[str, Any]:

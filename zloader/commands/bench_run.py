@@ -15,13 +15,12 @@ import typer
 
 from zloader.commands.bench_advice import Advice, Pace, advise, compare
 from zloader.common.errors import ZloaderError
-from zloader.common.machine import cpu_s, disk_bytes, processor_s
 
 if TYPE_CHECKING:
     from zloader.caching.rows_file import RowsFile
-    from zloader.common.records import Statistics
     from zloader.dataset.dataset import Dataset
     from zloader.insight.quality import Quality
+    from zloader.training.epoch import Statistics
     from zloader.training.loader import Loader
 
 KINDS = ("cold", "mixed", "warm")
@@ -328,6 +327,8 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
     `began` is when the first epoch began, on the clock of `time.perf_counter`; 0 for this one. Raises ZloaderError if
     the epoch does not have every row exactly once.
     """
+    from zloader.insight.usage import cpu_s, disk_bytes, processor_s
+
     rows = minibatches = row_sum = 0
     first_minibatch_s = first_wait_s = stepped_s = 0.0
     complete = False

@@ -23,7 +23,7 @@ from torch.nn import functional
 from zloader.commands.demo_report import DemoRun, EpochFigures, LoadingFigures, Step
 from zloader.commands.report import machine
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.common.records import Rows, Statistics
+from zloader.common.records import Rows
 from zloader.conversion.convert import convert
 from zloader.conversion.example import NAME as EXAMPLE
 from zloader.conversion.example import example_h5ad
@@ -31,6 +31,7 @@ from zloader.dataset.dataset import Dataset, open_dataset
 from zloader.order.permutation import key_of, shuffled
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
 from zloader.testing.seaweed import SeaweedFS
+from zloader.training.epoch import Statistics
 from zloader.training.loader import Loader, Minibatch
 from zloader.transforms.normalizing import LogNormalize
 from zloader.transforms.of_values import Clip

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.directory import cache_bytes, place_of
-from zloader.caching.mirror import Mirror, contents_of, has_rows
+from zloader.caching.mirror import CacheStatistics, Mirror, contents_of, has_rows
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.messages import listed, size, suggestion
 from zloader.common.options import FetchOptions
-from zloader.common.records import CacheStatistics, Rows, X
+from zloader.common.records import Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.h5ad import conversion_of
 from zloader.dataset.in_memory import used_categories

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.caching.mirror import CacheStatistics
 from zloader.common.checks import names_of, require_one_of, require_whole
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
@@ -21,7 +22,7 @@ from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
-from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
+from zloader.common.records import CsrArrays, Rows, X
 from zloader.dataset.elements import is_array, load_anndata
 from zloader.dataset.gene_statistics import Batches, StatisticsPass, batches_of
 from zloader.dataset.in_memory import as_scipy, used_categories

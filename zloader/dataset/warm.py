@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zloader.caching.mirror import contents_of
+from zloader.caching.mirror import Held, contents_of
 from zloader.caching.rows_file import RowsFile
 from zloader.common.checks import MAX_COUNT, names_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
-from zloader.common.records import Held, Rows
+from zloader.common.records import Rows
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.matrix_parts import MatrixPart, opened_readers

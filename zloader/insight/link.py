@@ -22,11 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from zloader.common import machine, page_cache
+from zloader.common import page_cache
 from zloader.common.checks import one_or_more
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
 from zloader.dataset.dataset import Dataset
+from zloader.insight.usage import disk_bytes
 from zloader.reading.bridge import Bridge, Channel
 
 _FIRST_BYTES, _MOST_READ_BYTES = 64 << 10, 2 << 20
@@ -155,7 +156,7 @@ def disk_bytes_per_s(
     """
     parts = list(itertools.islice(parts_of(dataset, one_or_more(x=x)), MOST_PARTS))
     files = [(Path(dataset.stores[store].read_from.path, part.key), part.start, part.size) for store, part in parts]
-    before = machine.disk_bytes()
+    before = disk_bytes()
     if not files or before is None:
         return None
     reading = _Reading(files, time.perf_counter() + enough_s)
@@ -166,7 +167,7 @@ def disk_bytes_per_s(
         thread.join(max(0.0, reading.began_s + most_s - time.perf_counter()))
     if reading.error is not None:
         raise reading.error
-    n_bytes, counted = reading.n_bytes, (machine.disk_bytes() or 0) - before
+    n_bytes, counted = reading.n_bytes, (disk_bytes() or 0) - before
     if (
         any(thread.is_alive() for thread in threads)
         or n_bytes < _LEAST_DISK_BYTES

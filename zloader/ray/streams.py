@@ -13,14 +13,13 @@ import torch.utils.data
 from zloader.common.checks import parse_size, require_at_least, require_count, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
-from zloader.common.records import Statistics
 from zloader.producing.production import Production
 from zloader.producing.window import MeanBytes, Window
 from zloader.ray.alive import node_of
 from zloader.ray.crew import Crew
 from zloader.reading.bridge import Bridge
 from zloader.reading.resources import Counters
-from zloader.training.epoch import EpochWork
+from zloader.training.epoch import EpochWork, Statistics
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 

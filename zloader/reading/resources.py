@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.access.file_source import FileSource
+from zloader.access.file_source import FileSource, ReadClock
 from zloader.common.locks import forkable_lock
 from zloader.common.options import FetchOptions
-from zloader.common.records import ByteSource, ReadClock, Span
+from zloader.common.records import ByteSource, Span
 from zloader.reading.gates import ByteBudget
 from zloader.storage.placement import ObjectIndex
 

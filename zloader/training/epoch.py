@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from zloader.common.errors import ConcurrentUseError, OptionError
-from zloader.common.records import Rows, Statistics
+from zloader.common.records import Rows
 from zloader.order.companions import Companions
 from zloader.order.epochs import EpochCount
 from zloader.order.plan import Plan, Remaining
@@ -32,6 +33,80 @@ def worker_info() -> Any:
     torch is not imported: in a worker it is loaded.
     """
     return getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Statistics:
+    """Counters of the current epoch of a loader, or of its last one; returned by `Loader.statistics`.
+
+    Attributes:
+        epoch: The epoch counted.
+        rows, minibatches: Rows, with their controls, and minibatches received by the consumer.
+        fallback_controls: Control rows received that agree with their rows in the columns of a fallback only.
+        gets: Ranged reads, including reads of shard indexes and retries.
+        spans: Coalesced byte ranges of chunks.
+        retries: Reads that were repeated after a failure.
+        bytes_read: Stored bytes that the reads returned.
+        chunks_decoded: Chunks read from the store and decoded.
+        chunks_from_mirror, bytes_from_mirror: Blocks of rows, and their bytes, read from the mirror.
+        in_flight_bytes, most_in_flight_bytes: Bytes being read now, and the highest value in the epoch.
+        decode_s, gather_s: Seconds spent decoding and gathering, summed over threads.
+        wait_s: Seconds that the consumer waited for minibatches.
+        elapsed_s: Seconds from the first request for a minibatch to the last minibatch received.
+
+    >>> loader = zl.Loader(dataset, batch_size=64)
+    >>> for minibatch in loader:
+    ...     pass
+    >>> statistics = loader.statistics()
+    >>> statistics  # doctest: +ELLIPSIS
+    <Statistics of epoch 0: 300 rows in 5 minibatches, ... rows/s, waited ...%; ... GETs, ... MB read, ...>
+    >>> statistics.bytes_read + statistics.bytes_from_mirror > 0, statistics.retries
+    (True, 0)
+    >>> statistics.flat("loader/")["loader/minibatches"]
+    5
+    """
+
+    epoch: int
+    rows: int
+    minibatches: int
+    fallback_controls: int
+    gets: int
+    spans: int
+    retries: int
+    bytes_read: int
+    chunks_decoded: int
+    chunks_from_mirror: int
+    bytes_from_mirror: int
+    in_flight_bytes: int
+    most_in_flight_bytes: int
+    decode_s: float
+    gather_s: float
+    wait_s: float
+    elapsed_s: float
+
+    def __repr__(self) -> str:
+        return (
+            f"<Statistics of epoch {self.epoch}: {self.rows:,} rows in {self.minibatches:,} minibatches, "
+            f"{self.rows_per_s:,.0f} rows/s, waited {self.wait_share:.0%}; {self.gets:,} GETs, "
+            f"{self.bytes_read / 1e6:,.1f} MB read, at most {self.most_in_flight_bytes / 1e6:,.1f} MB at once, "
+            f"{self.retries:,} retries; {self.chunks_decoded:,} chunks decoded, "
+            f"{self.chunks_from_mirror:,} from the mirror ({self.bytes_from_mirror / 1e6:,.1f} MB)>"
+        )
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows received per second of `elapsed_s`."""
+        return self.rows / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Share of `elapsed_s` that the consumer spent waiting, from 0 to 1."""
+        return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    def flat(self, prefix: str = "") -> dict[str, int | float]:
+        """All figures by name, for loggers: the attributes, `rows_per_s` and `wait_share`."""
+        figures = dataclasses.asdict(self) | {"rows_per_s": self.rows_per_s, "wait_share": self.wait_share}
+        return {prefix + name: figure for name, figure in figures.items()}
 
 
 @dataclass

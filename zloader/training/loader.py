@@ -19,7 +19,6 @@ from zloader.common.errors import OptionError, ProducerError
 from zloader.common.locks import cached_property
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
-from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.cell_sets import BoundCellSets, SetCounts
 from zloader.order.controls import MatchedControls
@@ -33,7 +32,16 @@ from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.resources import BufferPool, Counters
 from zloader.training.engine_epochs import EngineEpochs
-from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork, worker_info
+from zloader.training.epoch import (
+    EpochIterator,
+    EpochRecord,
+    EpochWork,
+    Progress,
+    RunningEpoch,
+    StartWork,
+    Statistics,
+    worker_info,
+)
 from zloader.training.minibatch import Minibatch
 from zloader.training.recipes import LoaderRecipes, bound_companions
 from zloader.training.tokens import Tokenizer
