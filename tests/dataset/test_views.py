@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.dataset.in_memory import as_scipy
-from zloader.dataset.splits import part_windows
+from zloader.dataset.splits import parts_of_rows
 from zloader.dataset.views import RowSet, Within, rows_matching
 from zloader.insight.cost import epoch_costs
 from zloader.order.plan import Plan
@@ -101,11 +101,9 @@ def test_a_set_of_rows_knows_its_rows(made, of_it):
 
 
 @given(made=MASKS, start=st.integers(0, 2000), stop=st.integers(0, 2000), step=st.integers(1, 700))
-def test_sets_of_rows_are_made_window_by_window(made, start, stop, step):
+def test_sets_of_rows_are_made_of_masks_and_ranges(made, start, stop, step):
     mask = mask_like(made)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zloader.common.records.WINDOW_ROWS", 512)
-        found, in_range = RowSet.of(mask), RowSet.of_range(len(mask), range(start, stop, step))
+    found, in_range = RowSet.of(mask), RowSet.of_range(len(mask), range(start, stop, step))
     np.testing.assert_array_equal(found.mask(), mask)
     np.testing.assert_array_equal(found.numbers(np.arange(len(found))), np.flatnonzero(mask))
     np.testing.assert_array_equal(np.flatnonzero(in_range.mask()), np.arange(len(mask))[start:stop:step])
@@ -135,7 +133,7 @@ def test_sets_of_other_rows_have_other_digests(made, place):
 
 def split_rows(shares, of, n_rows, **how) -> np.ndarray:
     """The part of each of `n_rows` rows."""
-    return np.concatenate([np.empty(0, np.uint8), *part_windows(shares, of, n_rows, **how)])
+    return parts_of_rows(shares, of, n_rows, **how)
 
 
 SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=4).map(
@@ -335,23 +333,17 @@ def test_conditions_that_make_no_sense_are_refused(condition, message):
     seed=st.integers(0, 99),
     n=st.integers(0, 3000),
     inner=st.floats(0, 1),
-    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
-def test_the_windows_of_a_row_set_do_not_show(seed, n, inner, cut):
+def test_a_row_set_is_narrowed(seed, n, inner):
     rng = np.random.default_rng(seed)
     mask, values = rng.random(n) < 0.6, rng.integers(0, 99, (n, 2))
     part, of_part = np.zeros(n, np.uint8), rng.random(np.count_nonzero(mask)) < inner
     part[mask] = 1 + of_part
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zloader.common.records.WINDOW_ROWS", 512)
-        rows = RowSet.of(mask)
-        windows = [part[first : first + 512] for first in range(0, n, 512)]
-        rest, outer, narrow = RowSet.of_parts(n, 3, windows)
-        assert rows.all_numbers().tolist() == np.flatnonzero(mask).tolist()
-        np.testing.assert_array_equal(rows.taken(values), values[mask])
-        begin, end = sorted(int(each * n) for each in cut)
-        assert rows.within(slice(begin, end)).tolist() == mask[begin:end].tolist()
-        assert rows.narrowed(RowSet.of(of_part)).all_numbers().tolist() == narrow.all_numbers().tolist()
+    rows = RowSet.of(mask)
+    rest, outer, narrow = (RowSet.of(part == number) for number in range(3))
+    assert rows.all_numbers().tolist() == np.flatnonzero(mask).tolist()
+    np.testing.assert_array_equal(rows.taken(values), values[mask])
+    assert rows.narrowed(RowSet.of(of_part)).all_numbers().tolist() == narrow.all_numbers().tolist()
     assert narrow.all_numbers().tolist() == np.flatnonzero(mask)[of_part].tolist()
     assert rest.mask().tolist() == (~mask).tolist()
     assert len(outer) + len(narrow) == len(rows)
@@ -377,7 +369,8 @@ def test_many_rows_take_little_memory():
             {"by": None, "stratify": "donor"},
             {"by": None, "stratify": None},
         ):
-            parts = RowSet.of_parts(n, 3, part_windows([0.8, 0.1, 0.1], of, n, **way, seed=0))
+            part_of_row = parts_of_rows([0.8, 0.1, 0.1], of, n, **way, seed=0)
+            parts = [RowSet.of(part_of_row == number) for number in range(3)]
             assert sum(map(len, parts)) == n
         _, most = tracemalloc.get_traced_memory()
     finally:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
 Result = TypeVar("Result")
-# Rows handled at a time, so that no array over all rows is made. A multiple of the rows per count of a RowSet.
+# Rows handled at a time, so that no array of wide numbers over all rows is made.
 WINDOW_ROWS = 1 << 20
 
 

@@ -26,7 +26,7 @@ from zloader.dataset.gene_axis import without_functions
 from zloader.dataset.matrices import Matrices, Panel
 from zloader.dataset.obs import Observations
 from zloader.dataset.opening import open_all
-from zloader.dataset.splits import Names, Shares, listed, part_windows
+from zloader.dataset.splits import Names, Shares, listed, parts_of_rows
 from zloader.dataset.table import Table
 from zloader.dataset.views import Condition, RowSet, moved, rows_matching
 from zloader.order.sampling import Sampling
@@ -373,8 +373,8 @@ class Dataset(Table):
         Raises OptionError for unusable parts, for fewer labels than views, or if both `by` and `stratify` are given;
         MissingColumnError for an unknown obs column.
         """
-        part_of_row = part_windows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
-        views = [self._view(rows) for rows in RowSet.of_parts(self.n_obs, len(listed(parts)), part_of_row)]
+        part_of_row = parts_of_rows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
+        views = [self._view(RowSet.of(part_of_row == number)) for number in range(len(listed(parts)))]
         return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
 
     def _view(self, rows: RowSet) -> View:

@@ -1,12 +1,12 @@
 """Splitting rows into parts: by fractions or sizes, by whole labels, or stratified by label. Pure.
 
 A keyed permutation takes the place of random numbers, so a seed gives the same split on every machine. The cost per row
-is constant, and rows are handled in windows, so that no array over all rows is made.
+is constant. Arrays over all rows have a byte or two per row, and wider numbers are made window by window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, product
 from typing import Any
 
@@ -28,10 +28,10 @@ _TRIES = 20_000  # attempts at an exchange between two parts; takes well below a
 _ROUNDING = 1e-6  # tolerance for fractions that should add up to 1, such as float32 values
 
 
-def part_windows(
+def parts_of_rows(
     shares: Shares, column: Column, n_rows: int, *, by: Names | None, stratify: Names | None, seed: int
-) -> Iterator[NDArray[np.integer]]:
-    """The number of the part of each row, window by window. Rows left over get the last number plus one.
+) -> NDArray[np.integer]:
+    """The number of the part of each row. Rows left over get the last number plus one.
 
     Raises OptionError or MissingColumnError.
     """
@@ -41,22 +41,15 @@ def part_windows(
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
         raise OptionError(f"seed must be a whole number of at least 0, not {seed!r}")
     sizes = _sizes(listed(shares), n_rows)
-    if by_columns:
-        codes, counts = _classes(by_columns, column, n_rows)
-        needed, there = np.count_nonzero(sizes[:-1]), np.count_nonzero(counts)
-        if needed > there:
-            raise OptionError(
-                f"{needed} parts need as many labels, but {_named(by_columns)} has {there}: give fewer parts"
-            )
-        parts = _parts_of_groups(counts, sizes, key_of(seed))
-        for window in codes():
-            yield parts[window]  # the code -1 of rows without a label selects the last group
-    elif strata:
-        codes, counts = _classes(strata, column, n_rows)
-        yield from _spread(codes(), counts, sizes, seed)
-    else:
-        blank = (np.zeros(window.stop - window.start, np.uint8) for window in windows_of(n_rows))
-        yield from _spread(blank, np.array([n_rows]), sizes, seed)
+    if not by_columns and not strata:
+        return _spread(np.zeros(n_rows, np.uint8), np.array([n_rows]), sizes, seed)
+    codes, counts = _classes(by_columns or strata, column, n_rows)
+    if strata:
+        return _spread(codes, counts, sizes, seed)
+    needed, there = np.count_nonzero(sizes[:-1]), np.count_nonzero(counts)
+    if needed > there:
+        raise OptionError(f"{needed} parts need as many labels, but {_named(by_columns)} has {there}: give fewer parts")
+    return _looked_up(_parts_of_groups(counts, sizes, key_of(seed)), codes)
 
 
 def listed(shares: Shares) -> list[float]:
@@ -104,10 +97,8 @@ def _named(names: Sequence[str]) -> str:
     return f"obs column {names[0]!r}" if len(names) == 1 else f"{len(names)} obs columns together ({', '.join(names)})"
 
 
-def _classes(
-    names: Sequence[str], column: Column, n_rows: int
-) -> tuple[Callable[[], Iterator[NDArray[np.integer]]], Rows]:
-    """The label codes of the rows (-1 for none) in windows, and the rows per code, with those of -1 at the end.
+def _classes(names: Sequence[str], column: Column, n_rows: int) -> tuple[NDArray[np.integer], Rows]:
+    """The label code of each row (-1 for none), and the rows per code, with those of -1 at the end.
 
     With several columns, a label is one of each, and a row that lacks one of them has none.
     """
@@ -115,40 +106,42 @@ def _classes(
         groups = groups_of(names, column, n_rows)
         numbers = np.where(groups.complete, np.cumsum(groups.complete) - 1, -1)
         counts = np.append(groups.sizes[groups.complete], groups.sizes[~groups.complete].sum())
-        return lambda: (numbers[window] for window in _windows(groups.codes)), counts
+        return _looked_up(numbers.astype(np.min_scalar_type(-len(counts))), groups.codes), counts
     codes, n_labels = column(names[0]).classes(f"obs column {names[0]!r}")
     counts = np.zeros(n_labels + 1, np.int64)
-    for window in _windows(codes):
-        count_codes(window, counts)
-    return lambda: _windows(codes), counts
+    count_codes(codes, counts)
+    return codes, counts
 
 
-def _windows(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    for window in windows_of(len(values)):
-        yield values[window]
-        page_cache.release(values)
+def _looked_up(table: NDArray[np.integer], codes: NDArray[np.integer]) -> NDArray[np.integer]:
+    """`table[codes]`, without the index of 8 bytes per row that NumPy makes. The code -1 selects the last entry."""
+    found = np.empty(len(codes), table.dtype)
+    for window in windows_of(len(codes)):
+        found[window] = table[codes[window]]
+    page_cache.release(codes)
+    return found
 
 
-def _spread(
-    codes: Iterable[NDArray[np.integer]], counts: Rows, sizes: Rows, seed: int
-) -> Iterator[NDArray[np.integer]]:
-    """The part of each row, window by window. Parts have these sizes, and their share of each label to within one row.
+def _spread(codes: NDArray[np.integer], counts: Rows, sizes: Rows, seed: int) -> NDArray[np.integer]:
+    """The part of each row. Parts have these sizes, and their share of each label to within one row.
 
     With a single label, its code does not matter.
     """
     ends = np.cumsum(_quotas(counts, sizes), axis=1)
     n_labels, reached = len(counts), np.zeros(len(counts), np.int64)
-    for window in codes:
-        parts = np.empty(len(window), np.min_scalar_type(len(sizes)))
+    found = np.empty(len(codes), np.min_scalar_type(len(sizes)))
+    for window in windows_of(len(codes)):
+        parts = found[window]
         of_labels: Iterable[tuple[int, Any]] = [(0, slice(None))]
         if n_labels > 1:  # the code -1 counts as the last label; small numbers sort fastest
-            of_labels = by_value((window.astype(np.int64) % n_labels).astype(np.min_scalar_type(n_labels)))
+            of_labels = by_value((codes[window].astype(np.int64) % n_labels).astype(np.min_scalar_type(n_labels)))
         for label, rows in of_labels:
             number = reached[label] + np.arange(len(parts[rows]))  # rank of each row among the rows with its label
             position = permute(number, int(counts[label]), key_of(seed, label))
             parts[rows] = np.searchsorted(ends[label], position, side="right")
             reached[label] += len(number)
-        yield parts
+    page_cache.release(codes)
+    return found
 
 
 def _quotas(counts: Rows, sizes: Rows) -> Rows:

@@ -8,7 +8,7 @@ position of a row is such a scan alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -73,38 +73,16 @@ class RowSet:
     @classmethod
     def of(cls, mask: Mask) -> RowSet:
         """The rows at which a mask is True."""
-        return cls.of_windows(len(mask), lambda window: mask[window])
-
-    @classmethod
-    def of_windows(cls, n_all: int, mask_of_window: Callable[[slice], Mask]) -> RowSet:
-        """The rows at which a mask is True that is made window by window, so that it is never in memory as a whole."""
-        filling = _Filling(n_all)
-        for window in windows_of(n_all):
-            filling.add(window.start, mask_of_window(window))
-        return filling.done()
-
-    @classmethod
-    def of_parts(cls, n_all: int, n_parts: int, part_of_row: Iterable[NDArray[np.integer]]) -> list[RowSet]:
-        """The rows of each of `n_parts` parts, from the number of each row's part in the windows of `windows_of`."""
-        filling, start = [_Filling(n_all) for _ in range(n_parts)], 0
-        for window in part_of_row:
-            for number, part in enumerate(filling):
-                part.add(start, window == number)
-            start += len(window)
-        return [part.done() for part in filling]
+        bits = np.packbits(mask, bitorder="little")
+        counts = np.add.reduceat(np.bitwise_count(bits), np.arange(0, len(bits), _STRIDE), dtype=np.int64)
+        return cls(n_all=len(mask), bits=bits, before=np.append(0, np.cumsum(counts)))
 
     @classmethod
     def of_range(cls, n_all: int, rows: range) -> RowSet:
         """The rows of an ascending range."""
-
-        def of_window(window: slice) -> Mask:
-            mask = np.zeros(window.stop - window.start, bool)
-            passed = max(0, -(-(window.start - rows.start) // rows.step))  # rows before the window
-            first = rows.start + passed * rows.step
-            mask[first - window.start : max(0, rows.stop - window.start) : rows.step] = True
-            return mask
-
-        return cls.of_windows(n_all, of_window)
+        mask = np.zeros(n_all, bool)
+        mask[rows.start : rows.stop : rows.step] = True
+        return cls.of(mask)
 
     @property
     def n_rows(self) -> int:
@@ -116,13 +94,7 @@ class RowSet:
 
     def mask(self) -> Mask:
         """A boolean mask over the `n_all` rows."""
-        return self.within(slice(0, self.n_all))
-
-    def within(self, window: slice) -> Mask:
-        """The part of the mask from row `window.start` to `window.stop`."""
-        first, last = window.start // 8, -(-window.stop // 8)
-        mask = np.unpackbits(self.bits[first:last], bitorder="little").view(bool)
-        return mask[window.start - 8 * first : window.stop - 8 * first]
+        return np.unpackbits(self.bits, count=self.n_all, bitorder="little").view(bool)
 
     def as_set(self) -> RowSet:
         """The set itself."""
@@ -137,23 +109,14 @@ class RowSet:
         return Within(sampling, self)
 
     def taken(self, values: NDArray[Any]) -> NDArray[Any]:
-        """`values[self.mask()]` of an array with one entry per row, without a mask over all rows."""
-        found, filled = np.empty((len(self), *values.shape[1:]), values.dtype), 0
-        for window in windows_of(self.n_all):
-            chosen = values[window][self.within(window)]
-            found[filled : filled + len(chosen)] = chosen
-            filled += len(chosen)
-            page_cache.release(values)
+        """`values[self.mask()]` of an array with one entry per row."""
+        found = values[self.mask()]
+        page_cache.release(values)
         return found
 
     def all_numbers(self) -> Rows:
         """The rows, ascending (int64)."""
-        found, filled = np.empty(len(self), np.int64), 0
-        for window in windows_of(self.n_all):
-            rows = window.start + np.flatnonzero(self.within(window))
-            found[filled : filled + len(rows)] = rows
-            filled += len(rows)
-        return found
+        return np.flatnonzero(self.mask())
 
     def numbers(self, positions: Rows) -> Rows:
         """The rows at some positions in the set, each from 0 to its length - 1, as in `array_of_rows[positions]`."""
@@ -169,16 +132,9 @@ class RowSet:
 
     def narrowed(self, rows: RowSet) -> RowSet:
         """The rows of the set that `rows` has, which numbers them from 0."""
-        seen = 0
-
-        def of_window(window: slice) -> Mask:
-            nonlocal seen
-            mask = self.within(window)
-            before, seen = seen, seen + int(np.count_nonzero(mask))
-            mask[mask] = rows.within(slice(before, seen))
-            return mask
-
-        return RowSet.of_windows(self.n_all, of_window)
+        mask = self.mask()
+        mask[mask] = rows.mask()
+        return RowSet.of(mask)
 
     def digest(self, fingerprint: str) -> str:
         """The fingerprint of these rows of a dataset with that fingerprint: 32 hexadecimal digits."""
@@ -212,26 +168,6 @@ class AllRows:
     column = sampled = taken = numbers = positions = narrowed = _itself
 
 
-class _Filling:
-    """The bits and counts of a RowSet, filled window by window."""
-
-    def __init__(self, n_all: int) -> None:
-        self._n_all = n_all
-        self._bits = np.empty(-(-n_all // 8), np.uint8)
-        self._counts = np.empty(-(-len(self._bits) // _STRIDE), np.int64)
-
-    def add(self, start: int, mask: Mask) -> None:
-        """Adds the mask of the rows from `start` on, which is a multiple of the rows per running count."""
-        chosen, first = np.packbits(mask, bitorder="little"), start // 8
-        self._bits[first : first + len(chosen)] = chosen
-        counts = np.add.reduceat(np.bitwise_count(chosen), np.arange(0, len(chosen), _STRIDE), dtype=np.int64)
-        self._counts[first // _STRIDE : first // _STRIDE + len(counts)] = counts
-
-    def done(self) -> RowSet:
-        """The RowSet, once all rows were added."""
-        return RowSet(n_all=self._n_all, bits=self._bits, before=np.append(0, np.cumsum(self._counts)))
-
-
 @dataclass(frozen=True, eq=False)
 class Within(WrappedSampling):
     """A sampling of the rows of a view, numbered from 0, as a sampling of rows of the whole dataset."""
@@ -255,17 +191,19 @@ class Within(WrappedSampling):
 def rows_matching(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> RowSet:
     """Those of `n_rows` rows that an expression, a mask, or row numbers in any order and without repeats choose.
 
-    For an expression, no mask over all rows is made. Raises OptionError; and MissingColumnError for an expression with
-    an unknown obs column.
+    Raises OptionError; and MissingColumnError for an expression with an unknown obs column.
     """
+    mask = np.zeros(n_rows, bool)
     if isinstance(condition, str):
-        return RowSet.of_windows(n_rows, row_test(condition, column, names))
+        test = row_test(condition, column, names)
+        for window in windows_of(n_rows):
+            mask[window] = test(window)
+        return RowSet.of(mask)
     chosen = as_array(condition)
     if chosen.dtype == bool:
         if chosen.shape != (n_rows,):
             raise OptionError(f"give a mask over all {n_rows} rows, not one of shape {chosen.shape}")
         return RowSet.of(chosen)
-    mask = np.zeros(n_rows, bool)
     if chosen.shape != (0,):
         rows = checked_once(chosen)
         assert rows is not None

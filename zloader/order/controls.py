@@ -187,7 +187,7 @@ def _came(groups: Groups, dataset: Table, sampling: Sampling) -> Rows:
         if len(wrong):
             raise OptionError(f"indices holds row {wrong[0]}, but the rows of the dataset are 0 to {len(rows) - 1}")
         return np.bincount(groups.codes[rows.numbers(positions)], minlength=len(groups))
-    counts = np.zeros(len(groups), np.int64)
+    counts, mask = np.zeros(len(groups), np.int64), rows.mask()
     for window in windows_of(len(groups.codes)):
-        counts += np.bincount(groups.codes[window][rows.within(window)], minlength=len(groups))
+        counts += np.bincount(groups.codes[window][mask[window]], minlength=len(groups))
     return counts

@@ -36,9 +36,6 @@ class ChosenRows(Protocol):
     def mask(self) -> NDArray[np.bool_]:
         """A mask over all rows of the dataset."""
 
-    def within(self, window: slice) -> NDArray[np.bool_]:
-        """A mask over the rows from `window.start` to `window.stop`."""
-
 
 class Table(Protocol):
     """What a sampling or controls may look up in a dataset or view."""
