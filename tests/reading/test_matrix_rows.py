@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from zloader.reading import gather
 from zloader.reading.gather import SourceRows
-from zloader.reading.matrix_rows import alike, spanning, united
+from zloader.reading.matrix_rows import kind_of, memory, place_of
 from zloader.selecting.genes import ChosenGenes
 
 pytestmark = pytest.mark.any_version
@@ -37,13 +37,16 @@ def with_columns(stored: np.ndarray, genes: ChosenGenes) -> np.ndarray:
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), dtype=st.sampled_from(["uint8", "int64", "float32"])
 )
-def test_a_span_has_the_elements_of_every_array(lengths, dtype):
+def test_memory_has_the_elements_of_every_array(lengths, dtype):
     arrays = [np.arange(n).astype(dtype) + 10 * number for number, n in enumerate(lengths)]
-    span, starts = spanning(arrays)
-    assert span.dtype == dtype
-    assert span.flags.c_contiguous
-    for array, start in zip(arrays, starts, strict=True):
-        assert span[start : start + len(array)].tolist() == array.tolist()
+    everything = memory(np.dtype(dtype))
+    assert everything.dtype == dtype
+    assert everything.flags.c_contiguous
+    assert everything.flags.aligned
+    assert not everything.flags.writeable
+    for array in arrays:
+        start = place_of(array)
+        assert everything[start : start + len(array)].tolist() == array.tolist()
 
 
 def rows_in(genes: np.ndarray | None, values: np.ndarray, chosen: ChosenGenes | None) -> SourceRows:
@@ -67,21 +70,20 @@ def test_rows_of_several_stores_are_gathered_as_those_of_one(kind, data, n_store
     sources = [
         rows_in(matrix.indices.astype("uint16"), matrix.data, genes) for matrix, genes in zip(csr, chosen, strict=True)
     ]
-    assert len({alike(each) for each in sources}) == 1
-    source, shifts = united(sources)
+    assert len({kind_of(each) for each in sources}) == 1
     of, within = (np.array([each[k] for each in taken], np.int64) for k in range(2))
-    genes, values, tables = (np.array([shift[k] for shift in shifts], np.int64)[of] for k in range(3))
+    places = [[place_of(array) for array in (each.genes, each.values, each.chosen.column_of)] for each in sources]
+    genes, values, tables = np.array(places, np.int64).T[:, of]
     starts = np.array([matrix.indptr[:-1] for matrix in csr], np.int64)[of, within]
     lengths = np.array([np.diff(matrix.indptr) for matrix in csr], np.int64)[of, within]
     rows = gather.StoreRows(
         at=slice(None),
-        genes=source.genes,
-        values=source.values,
+        genes=memory(sources[0].genes.dtype),
+        values=memory(sources[0].values.dtype),
         starts=(starts + genes, starts + values),
         lengths=lengths,
     )
-    assert source.columns is not None
-    joined = gather.choose(rows, chosen[0], (source.columns, tables))
+    joined = gather.choose(rows, chosen[0], (memory(chosen[0].column_of.dtype), tables))
     x = gather.csr_rows([joined], len(taken), n_genes=N_COLUMNS, dtype="float32")
     found = scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), (len(taken), N_COLUMNS))
     np.testing.assert_array_equal(found.toarray(), wanted)
@@ -94,10 +96,10 @@ def test_stores_that_are_gathered_in_other_ways_are_not_alike():
     rng = np.random.default_rng(0)
     genes, values = np.zeros(1, np.uint16), np.zeros(1, np.uint8)
     kinds = [choice(rng, kind) for kind in ("sorted", "unsorted", "left out")] + [None]
-    keys = [alike(rows_in(genes, values, kind)) for kind in kinds]
-    keys += [alike(rows_in(None, values, kind)) for kind in kinds]  # dense stores differ in the positions of genes
+    keys = [kind_of(rows_in(genes, values, kind)) for kind in kinds]
+    keys += [kind_of(rows_in(None, values, kind)) for kind in kinds]  # dense stores differ in the positions of genes
     others = [(genes, values.astype("int8")), (genes.astype("int32"), values)]
-    keys += [alike(rows_in(*arrays, kinds[0])) for arrays in others]
-    keys += [alike(replace(rows_in(*arrays, None), coded=(values, *arrays))) for arrays in [(genes, values), *others]]
+    keys += [kind_of(rows_in(*arrays, kinds[0])) for arrays in others]
+    keys += [kind_of(replace(rows_in(*arrays, None), coded=(values, *arrays))) for arrays in [(genes, values), *others]]
     assert len(set(keys)) == len(keys)
-    assert alike(rows_in(genes, values, choice(rng, "sorted"))) == keys[0]
+    assert kind_of(rows_in(genes, values, choice(rng, "sorted"))) == keys[0]

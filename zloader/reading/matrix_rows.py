@@ -1,15 +1,17 @@
 """The rows of a fetch in one matrix: the elements that they need, their load, and x made of them.
 
-The rows of a minibatch alternate between stores. One loop over all of them writes the minibatch from start to end, and
-Python handles one store, however many there are. So stores whose rows are gathered alike are united. A loop takes one
-array, so it gets a view of the memory from the first array of these stores to the last one. Nothing is copied.
+The rows of a minibatch alternate between stores, and between mirrors and what was read. One loop over all of them
+writes the minibatch from start to end, and Python handles one array, however many there are. A loop takes one array, so
+it gets all of the memory, in which the places of rows are addresses. Nothing is copied.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,7 @@ from zloader.reading.forms import Form, Transforming
 from zloader.reading.gather import SourceRows
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.matrix_reader import MatrixReader, NeededRows
-from zloader.selecting.genes import ChosenGenes
 from zloader.selecting.groups import by_value, shares
-from zloader.storage.coded_rows import Views, views_of
 from zloader.storage.layout import chunks_of
 from zloader.transforms.transform import RefusedValue
 
@@ -113,91 +113,52 @@ def plan_rows(
     return PlannedRows(parts=parts, needed=needed, lengths=lengths)
 
 
-def spanning(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], list[int]]:
-    """A view of the memory from the first to the last of some arrays, and the position in it at which each one begins.
-
-    The arrays are flat and contiguous, have the same dtype and are equally aligned. There may be no memory between
-    them, so nothing but their elements may be read, and only as long as they exist.
-    """
-    if len(arrays) == 1:
-        return arrays[0], [0]
-    addresses = [array.ctypes.data for array in arrays]
-    first, itemsize = min(addresses), arrays[0].itemsize
-    n_bytes = max(address + array.nbytes for address, array in zip(addresses, arrays, strict=True)) - first
-    lowest = arrays[addresses.index(first)]
-    span = np.lib.stride_tricks.as_strided(lowest, (n_bytes // itemsize,), (itemsize,), writeable=False)
-    return span, [(address - first) // itemsize for address in addresses]
+_FIRST = 64  # the first byte of `memory`, as there is none at address 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class UnitedStores:
-    """The arrays of one or several stores whose rows are gathered alike.
-
-    `genes` is None for dense stores, `chosen` where genes are columns of x. `columns` has the tables `column_of` of all
-    these stores. `coded` are coded rows of mirrors; then `genes` and `values` only have their dtypes. `kept` are the
-    arrays themselves, which `genes`, `values` and `columns` may only span.
-    """
-
-    genes: NDArray[Any] | None
-    values: NDArray[Any]
-    chosen: ChosenGenes | None
-    columns: NDArray[Any] | None
-    kept: Sequence[NDArray[Any]]
-    coded: Views | None = None
+@functools.cache
+def memory(dtype: np.dtype[Any]) -> NDArray[Any]:
+    """All memory as a flat array of this dtype. Only what belongs to arrays that exist may be read."""
+    shape = ((1 << 62) // dtype.itemsize,)
+    interface = {"version": 3, "typestr": dtype.str, "shape": shape, "data": (_FIRST, True)}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def alike(rows: SourceRows) -> Hashable:
-    """The same for all sources whose rows can be gathered in one loop."""
-    how: Hashable = None
-    if rows.coded is not None:
-        return tuple(array.dtype for array in rows.coded)
-    if rows.chosen is not None:
-        chosen = rows.chosen
-        how = id(chosen) if rows.genes is None else (chosen.takes_all, chosen.ascending)
-    arrays = [rows.values] if rows.genes is None else [rows.genes, rows.values]
-    return how, *((array.dtype, array.ctypes.data % array.itemsize) for array in arrays)
+def place_of(array: NDArray[Any]) -> int:
+    """The position of the first element of an array in `memory`."""
+    address = array.__array_interface__["data"][0] - _FIRST
+    assert address % array.itemsize == 0
+    return int(address // array.itemsize)
 
 
-def united(sources: Sequence[SourceRows]) -> tuple[UnitedStores, list[tuple[int, int, int]]]:
-    """Sources that are alike, and for each the shifts of its genes, of its values and of its table of columns."""
-    none, first = [0] * len(sources), sources[0]
-    kept = [array for rows in sources for array in (rows.genes, rows.values) if array is not None]
-    if first.coded is not None:
-        span, starts = spanning([rows.coded[0] for rows in sources if rows.coded is not None])
-        views = views_of(span, first.coded[1].dtype, first.coded[2].dtype)
-        coded = UnitedStores(genes=views[1], values=views[2], chosen=None, columns=None, kept=kept, coded=views)
-        return coded, list(zip(starts, starts, none, strict=True))
-    values, value_starts = spanning([rows.values for rows in sources])
-    genes, gene_starts, columns, table_starts = None, none, None, none
-    if first.genes is not None:
-        genes, gene_starts = spanning([rows.genes for rows in sources if rows.genes is not None])
-        tables = [rows.chosen.column_of for rows in sources if rows.chosen is not None]
-        if tables:
-            kept += tables
-            columns, table_starts = spanning(tables)
-    stores = UnitedStores(genes=genes, values=values, chosen=first.chosen, columns=columns, kept=kept)
-    return stores, list(zip(gene_starts, value_starts, table_starts, strict=True))
+def kind_of(rows: SourceRows) -> Hashable:
+    """The same for all rows that are gathered in one loop."""
+    genes, chosen, how = None if rows.genes is None else rows.genes.dtype, rows.chosen, None
+    if chosen is not None:
+        how = id(chosen) if genes is None else (chosen.takes_all, chosen.ascending, chosen.column_of.dtype)
+    return rows.coded is not None, genes, rows.values.dtype, how
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRows:
-    """The rows of a fetch in one matrix, in memory. Row i has `planned.lengths[i]` elements in store `store_of[i]`,
-    which is none of the stores for a row that the matrix lacks.
+    """The rows of a fetch in one matrix, in memory. Row i has `planned.lengths[i]` elements.
 
-    Its genes and values begin at `starts[0][i]` and `starts[1][i]` there, and the columns of its genes at `tables[i]`.
-    Coded rows have the total of the row with all genes in `totals[i]`.
+    It is gathered like the rows of the source `kinds[kind[i]]`; a row that the matrix lacks has no kind. In `memory`,
+    its genes and values begin at `starts[0][i]` and `starts[1][i]`, and the columns of its genes at `tables[i]`. A row
+    of a panel has the total of the row with all genes in `totals[i]`.
     """
 
     planned: PlannedRows
-    stores: Sequence[UnitedStores]
-    store_of: NDArray[np.unsignedinteger]
+    sources: Sequence[SourceRows]  # which keep the memory
+    kinds: Sequence[SourceRows]
+    kind: NDArray[np.unsignedinteger]
     starts: tuple[Rows, Rows]
     tables: Rows
     totals: NDArray[np.float64]
 
     def x(self, taken: Rows, form: Form) -> X:
         """x for the positions `taken` of the fetch."""
-        parts = [self._rows_of(number, taken[here], here) for number, here in self._stores(taken)]
+        parts = [self._rows_of(self.kinds[number], taken[here], here) for number, here in self._kinds(taken)]
         n_genes, stored = self.planned.parts[0].n_columns, self.planned.stored
         return form.gathered(parts, len(taken), n_genes=n_genes, stored=stored)
 
@@ -221,29 +182,33 @@ class LoadedRows:
         part = self.planned.parts[number]
         return f"{part.matrix.path} of {part.url} holds {value!s} in row {rows[row]} of the dataset"
 
-    def _stores(self, taken: Rows) -> Sequence[tuple[int, Rows | slice]]:
-        """The stores of the rows at positions `taken` of the fetch, each with the places of its rows among them."""
-        if len(self.stores) == 1 and not self.planned.lacks_rows:
+    def _kinds(self, taken: Rows) -> Sequence[tuple[int, Rows | slice]]:
+        """The kinds of the rows at positions `taken` of the fetch, each with the places of its rows among them."""
+        if len(self.kinds) == 1 and not self.planned.lacks_rows:
             return [(0, slice(None))]
-        return [(number, at) for number, at in by_value(self.store_of[taken]) if number < len(self.stores)]
+        return [(number, at) for number, at in by_value(self.kind[taken]) if number < len(self.kinds)]
 
-    def _rows_of(self, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
-        """The rows at positions `taken` of the fetch, all from united stores, which go to `at` in the minibatch."""
-        stores = self.stores[number]
+    def _rows_of(self, source: SourceRows, taken: Rows, at: Rows | slice) -> gather.StoreRows:
+        """The rows at positions `taken` of the fetch, all gathered like those of a source.
+
+        They go to `at` in the minibatch.
+        """
+        genes = None if source.genes is None else memory(source.genes.dtype)
+        values, chosen, bits = memory(source.values.dtype), source.chosen, memory(np.dtype(np.uint8))
         rows = gather.widened(
             gather.StoreRows(
                 at=at,
-                genes=stores.genes,
-                values=stores.values,
+                genes=genes,
+                values=values,
                 starts=(self.starts[0][taken], self.starts[1][taken]),
                 lengths=self.planned.lengths[taken],
-                coded=stores.coded,
+                coded=None if source.coded is None or genes is None else (bits, genes, values),
             )
         )
-        if stores.chosen is None:
+        if chosen is None:
             return rows
-        columns = None if stores.columns is None else (stores.columns, self.tables[taken])
-        return gather.choose(rows, stores.chosen, columns)
+        columns = None if genes is None else (memory(chosen.column_of.dtype), self.tables[taken])
+        return gather.choose(rows, chosen, columns)
 
 
 async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> LoadedRows:
@@ -263,26 +228,32 @@ async def load_sources(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn:
 
 
 def _loaded(planned: PlannedRows, sources: Sequence[SourceRows]) -> LoadedRows:
-    """The rows that have been loaded, with their sources united, and where each row is in them."""
-    n_rows = len(planned.lengths)
+    """The rows that have been loaded, and where each of them is in memory."""
+    n_rows, kinds = len(planned.lengths), {kind_of(rows): rows for rows in sources}
     starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
     lengths, totals = planned.lengths.copy(), np.zeros(n_rows)
-    groups: dict[Hashable, list[SourceRows]] = {}
+    numbers, kind = (
+        {key: number for number, key in enumerate(kinds)},
+        np.full(n_rows, len(kinds), np.min_scalar_type(len(kinds))),
+    )
     for rows in sources:
-        groups.setdefault(alike(rows), []).append(rows)
-    stores: list[UnitedStores] = []
-    store_of = np.full(n_rows, len(groups), np.min_scalar_type(len(groups)))  # of rows that no store has
-    for of_group in groups.values():
-        store, shifts = united(of_group)
-        for rows, (of_genes, of_values, of_table) in zip(of_group, shifts, strict=True):
-            store_of[rows.at], tables[rows.at] = len(stores), of_table
-            starts[0][rows.at], starts[1][rows.at] = rows.starts[0] + of_genes, rows.starts[1] + of_values
-            lengths[rows.at] = rows.lengths  # a mirror of a panel has fewer elements than the store
-            if rows.totals is not None:
-                totals[rows.at] = rows.totals
-        stores.append(store)
-    planned = replace(planned, lengths=lengths)
-    return LoadedRows(planned=planned, stores=stores, store_of=store_of, starts=starts, tables=tables, totals=totals)
+        kind[rows.at], lengths[rows.at] = numbers[kind_of(rows)], rows.lengths
+        for of_rows, begins, array in zip(starts, rows.starts, (rows.genes, rows.values), strict=True):
+            array = array if rows.coded is None else rows.coded[0]
+            of_rows[rows.at] = begins + (0 if array is None else place_of(array))
+        if rows.chosen is not None and rows.genes is not None:
+            tables[rows.at] = place_of(rows.chosen.column_of)
+        if rows.totals is not None:
+            totals[rows.at] = rows.totals
+    return LoadedRows(
+        planned=replace(planned, lengths=lengths),
+        sources=sources,
+        kinds=list(kinds.values()),
+        kind=kind,
+        starts=starts,
+        tables=tables,
+        totals=totals,
+    )
 
 
 def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows) -> float:
