@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import zarr
 from helpers import dense
+from typer.testing import CliRunner
 
 import zloader as zl
+from zloader.commands.cli import app
 from zloader.common.errors import CorruptChunkError, FormatError
 from zloader.insight.cost import epoch_costs
+from zloader.insight.summary import summarize
 from zloader.reading import read_plan
 from zloader.testing import assert_resumes_anywhere
 
@@ -311,3 +314,26 @@ def test_a_chunk_that_was_not_written_is_fill_value(tmp_path: Path) -> None:
     wanted[50:100, 14:21] = 3
     for cache in (None, tmp_path / "cache"):
         assert_epochs(zl.open_dataset(path, cache=cache), wanted, "X")
+
+
+def test_info_says_what_a_row_costs(tmp_path: Path) -> None:
+    path = grid_of(tmp_path / "a.zarr", VALUES, (50, 7), compressors=None)
+    (x,) = summarize(zl.open_dataset(path)).matrices[0].arrays
+    assert (x.chunks_per_row, x.rows_per_chunk, x.chunk_elements) == (6, 50, 350)
+    shown = " ".join(CliRunner().invoke(app, ["info", str(path)]).stdout.split())
+    assert "A row needs 6 chunks, which hold parts of ~50 rows: 8.4 kB stored, 8.4 kB decoded." in shown
+    path = grid_of(tmp_path / "b.zarr", VALUES, (50, 40))
+    assert summarize(zl.open_dataset(path)).matrices[0].arrays[0].chunks_per_row == 1
+    assert "A row needs" not in CliRunner().invoke(app, ["info", str(path)]).stdout
+
+
+def test_rows_in_too_many_parts_for_a_fetch_need_a_cache(tmp_path: Path) -> None:
+    values = random_values(np.random.default_rng(3), (300, 800), "u2")
+    path, options = grid_of(tmp_path / "a.zarr", values, (300, 1), shards=(300, 800)), zl.FetchOptions(memory="16MiB")
+    scattered: dict[str, Any] = {"batch_size": 64, "sampling": zl.BlockShuffling(1), "layout": "dense"}
+    with pytest.raises(FormatError, match=r"chunks of \(300, 1\) cut each row of X into 800 parts.* of 300 rows"):
+        next(iter(zl.Loader(zl.open_dataset(path), options=options, **scattered)))
+    loader = zl.Loader(zl.open_dataset(path, cache=tmp_path / "cache"), framework="numpy", options=options, **scattered)
+    for minibatch in loader:
+        np.testing.assert_array_equal(minibatch.x, values[minibatch.index])
+    assert_epochs(zl.open_dataset(path), values, "X")

@@ -10,6 +10,7 @@ modules that take seconds to import, so that `zloader --help` stays fast.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -190,6 +191,15 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
             array.codecs,
         )
     console.print(table)
+    for array in matrix.arrays:
+        if array.chunks_per_row > 1:
+            stored = int(array.stored_bytes / math.ceil(matrix.rows / array.rows_per_chunk))
+            decoded = array.chunks_per_row * array.chunk_elements * array.decoded_bytes // array.elements
+            console.print(
+                f"A row needs {array.chunks_per_row:,} chunks, which hold parts of ~{array.rows_per_chunk:,.0f} rows: "
+                f"{size(stored)} stored, {size(decoded)} decoded. A cache reads each chunk once, and 'zloader convert' "
+                "writes chunks of whole rows."
+            )
     about = "at most about" if matrix.at_most else "about"
     stored = sum(array.stored_bytes for array in matrix.arrays)
     forms = (f"{size(matrix.decoded_bytes)} raw", f"{about} {size(matrix.compact_bytes)} compact")

@@ -16,7 +16,7 @@ from zloader.dataset.store import OpenedStore
 from zloader.storage import hdf5_filters
 from zloader.storage.coded_rows import likely_bytes
 from zloader.storage.coders import PREFIX
-from zloader.storage.layout import ArrayLayout, MatrixLayout
+from zloader.storage.layout import ArrayLayout, MatrixLayout, distinct
 from zloader.storage.row_blocks import RowForm
 
 _OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
@@ -25,6 +25,8 @@ _OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
 @dataclass(frozen=True, kw_only=True)
 class ArraySummary:
     """One array of a matrix. `stored_bytes` is the size of its objects, `decoded_bytes` that of its elements.
+
+    `chunks_per_row` is 1 unless chunks hold parts of rows.
 
     With several stores, sizes are summed, all dtypes and codecs are listed, and chunks and shards are the largest.
     """
@@ -35,6 +37,7 @@ class ArraySummary:
     elements: int
     chunk_elements: int
     rows_per_chunk: float
+    chunks_per_row: int
     chunks_per_shard: int
     shards: int
     stored_bytes: int
@@ -220,6 +223,7 @@ def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> Ar
         elements=elements,
         chunk_elements=chunk_elements,
         rows_per_chunk=max(array.band_elements for array in arrays) * rows / elements if elements else 0.0,
+        chunks_per_row=max(1 if array.grid is None else len(distinct(array.grid.pieces[2])) for array in arrays),
         chunks_per_shard=max(array.chunks_per_shard for array in arrays),
         shards=sum(array.n_shards for array in arrays),
         stored_bytes=sum(stored_bytes(store, array) for store, array in stored),

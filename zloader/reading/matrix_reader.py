@@ -61,7 +61,9 @@ class NeededRows:
     @cached_property
     def ahead_bytes(self) -> int:
         """The memory that the rows take until they are gathered, about, in the buffer or in the page cache."""
-        return self.buffer_bytes if self.through else int(len(self.rows) * self.reader.row_bytes)
+        if not self.through:
+            return int(len(self.rows) * self.reader.row_bytes)
+        return self.buffer_bytes + sum(needed.parts_bytes for needed in self.through)
 
     @property
     def chooses_later(self) -> bool:
@@ -133,6 +135,8 @@ class MatrixReader:
         return await aside(self._matrix.elements_of, rows, self._indptr)
 
     def _through(self, starts: Rows, stops: Rows) -> list[Needed]:
+        for array in self._arrays:
+            array.require_room(starts, stops)
         return [Needed.of(array.layout, starts, stops) for array in self._arrays]
 
     @staticmethod

@@ -200,6 +200,11 @@ class Needed:
         """Bytes of the elements, a multiple of 64."""
         return -(-self.n_elements * self.layout.dtype.itemsize // 64) * 64
 
+    @property
+    def parts_bytes(self) -> int:
+        """Bytes of the jobs, which are many if chunks hold parts of rows."""
+        return 0 if self.layout.grid is None else self.jobs.nbytes
+
     def elements(self, buffer: NDArray[np.uint8]) -> NDArray[Any]:
         """The first bytes of a buffer as the elements."""
         return buffer[: self.n_elements * self.layout.dtype.itemsize].view(self.layout.dtype)

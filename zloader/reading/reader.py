@@ -19,8 +19,8 @@ from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import Needed, batches, planner_of
 from zloader.reading.resources import Resources
 from zloader.reading.shard_indexes import ShardIndexes, explained
-from zloader.storage.decode import Decoder, columns_of
-from zloader.storage.layout import ArrayLayout, ChunkSpan, distinct, total_bytes
+from zloader.storage.decode import PART, Decoder, columns_of
+from zloader.storage.layout import ArrayLayout, ChunkSpan, distinct, runs_of, total_bytes
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
 # A task costs about 0.3 ms of interpreter time, which is then small beside decoding, and eight tasks at once keep the
@@ -79,6 +79,19 @@ class ArrayReader:
                 f"writes small chunks, or give FetchOptions(memory={2 * self._scratch_bytes}) or more"
             )
 
+    def require_room(self, starts: Rows, stops: Rows) -> None:
+        """Raises FormatError if rows are cut into so many parts that their places take half of the memory."""
+        grid, memory = self.layout.grid, self._resources.options.memory
+        if grid is None or not len(starts):
+            return
+        n_columns, (firsts, lasts, _) = len(grid.pieces[0]), runs_of(starts, stops)
+        if 2 * len(grid.bands(firsts, lasts)[0]) * n_columns * PART.itemsize > memory // 2:
+            raise FormatError(
+                f"{self._resources.url}: chunks of {grid.chunk} cut each row of {self.layout.path} into {n_columns} "
+                f"parts, which is too many for a fetch of {len(starts)} rows with FetchOptions(memory={memory}): run "
+                "'zloader convert' on it, or open it with a cache"
+            )
+
     async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> NDArray[Any]:
         """Loads the needed elements into a buffer. Reads with a smaller `turn` go first."""
         out, resources = needed.elements(buffer), self._resources
@@ -118,7 +131,9 @@ class ArrayReader:
 
     async def _read_once(self, needed: Needed, out: NDArray[Any], pieces: Sequence[ChunkSpan]) -> Corrupt:
         reads = ChunkReads(pieces)
-        jobs = reads.located(needed.chunks, needed.jobs)
+        first, last = reads.table[0][[0, -1]]
+        some = slice(*np.searchsorted(needed.chunks, [first, last + 1]))
+        jobs = reads.located(needed.chunks[some], needed.jobs[some])
         decode = partial(self.decode, reads, jobs[jobs["read"] >= 0], out)
         return await self._resources.decode([piece.span for piece in pieces], decode)
 
