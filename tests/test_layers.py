@@ -71,7 +71,6 @@ MAY_IMPORT = {
     },
     "anndata": {
         "zloader.dataset.elements",
-        "zloader.dataset.in_memory",
         "zloader.dataset.table",
         "zloader.conversion.convert",
         "zloader.conversion.sources.inputs",

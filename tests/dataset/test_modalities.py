@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import zloader as zl
 from zloader.commands.cli import app
 from zloader.common.errors import FormatError, OptionError
-from zloader.dataset.modalities import frame_of, obs_of, path_of
+from zloader.dataset.elements import frame_of, obs_of, path_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

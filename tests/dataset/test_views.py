@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.dataset.in_memory import as_scipy
+from zloader.dataset.matrices import as_scipy
 from zloader.dataset.splits import parts_of_rows
 from zloader.dataset.views import RowSet, Within, rows_matching
 from zloader.insight.cost import epoch_costs

@@ -217,25 +217,21 @@ class Dataset(Table):
     def _described(self) -> tuple[str, dict[str, list[str]]]:
         """The first line of the repr, in the form of AnnData's, and the names in obs, var, obsm and layers.
 
-        It makes no request, so numbers that are not in memory are shown as `?`. Columns of a joined var are left out,
-        because they are not known before var is read.
+        It reads metadata only. Columns of a joined var are left out, because they are not known before var is read.
         """
-        stores, joined, of = self.stores, not self.matrices.rule.as_stored, ""
+        stores, of = self.stores, ""
         try:
-            n_vars = self.matrices.of_all_genes.n_genes("X") if joined else stores[0].known_length("var")
-            lengths = [store.known_length("obs") for store in stores]
-            n_rows, n_genes = ("?" if None in found else sum(filter(None, found)) for found in (lengths, [n_vars]))
             if self.whole is not self:
-                panel = (self.matrices.panel or {}).get("var")
-                of = f"the {n_rows} rows of " if panel is None else f"the {n_rows} x {n_genes} of "
-                n_rows, n_genes = self.n_obs, n_genes if panel is None else len(panel)
-            groups = {"obs": stores[0].known_columns("obs"), "var": [] if joined else stores[0].known_columns("var")}
-            for group in ("obs", "obsm", "mod", "layers"):
-                in_all = set.intersection(*(store.known_members(group) for store in stores))
-                groups[group] = [name for name in groups.get(group, sorted(in_all)) if name in in_all]
+                has_panel, (n_rows, n_genes) = "var" in (self.matrices.panel or {}), self.whole.shape
+                of = f"the {n_rows} x {n_genes} of " if has_panel else f"the {n_rows} rows of "
+            head = f"{type(self).__name__} with n_obs x n_vars = {self.n_obs} x {self.n_vars} of {of}{self.url}"
+            in_all = set.intersection(*(set(store.columns("obs")) for store in stores))
+            groups = {"obs": [name for name in stores[0].columns("obs") if name in in_all]}
+            groups["var"] = stores[0].columns("var") if self.matrices.rule.as_stored else []
+            for group in ("obsm", "mod", "layers"):
+                groups[group] = sorted(set.intersection(*(set(store.keys(group)) for store in stores)))
         except Exception:  # noqa: BLE001 - a repr must not raise, whatever the metadata hold
             return printable(f"{type(self).__name__} of {self.url}"), {}
-        head = f"{type(self).__name__} with n_obs x n_vars = {n_rows} x {n_genes} of {of}{self.url}"
         return printable(head), {group: names for group, names in groups.items() if names}
 
     def __len__(self) -> int:

@@ -3,8 +3,12 @@
 Importing anndata takes as long as importing torch, because it imports dask, xarray and awkward where they are
 installed. Training on numbers, categories and strings does not need it.
 
-MuData says in `obsmap/NAME`, for each row of the whole, the number of its row in the modality NAME, from 1 on, or 0
-if the modality lacks it. Nothing is aligned in memory: rows are looked up when they are read, in 4 bytes per row and
+MuData keeps each modality as an AnnData of its own in `mod/NAME`. A matrix of a modality is named `NAME:X`,
+`NAME:raw/X` or `NAME:layers/LAYER`, and an obs column `NAME:COLUMN`, as muon names them. So are its obsm arrays,
+`NAME:X_pca`.
+
+MuData says in `obsmap/NAME`, for each row of the whole, the number of its row in the modality NAME, from 1 on, or 0 if
+the modality lacks it. Nothing is aligned in memory: rows are looked up when they are read, in 4 bytes per row and
 modality.
 """
 
@@ -30,7 +34,6 @@ from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, ZloaderError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
-from zloader.dataset.modalities import MUDATA
 from zloader.selecting.columns import as_names
 from zloader.selecting.row_maps import RowMap, checked_map, is_whole, looked_up
 from zloader.storage.layout import ArrayLayout
@@ -40,7 +43,41 @@ _ARRAYS = (("array", "0.2.0"), ("string-array", "0.2.0"))
 _MASKED = {("nullable-integer", "0.1.0"): "IntegerArray", ("nullable-boolean", "0.1.0"): "BooleanArray"}
 _STRINGS = ("nullable-string-array", "0.1.0")
 _OLD_FRAME = ("dataframe", "0.1.0")
+MUDATA = "MuData"
+ROOTS = ("anndata", "AnnData", MUDATA)  # encoding-types of a root; R's MuDataSeurat writes the second
+_MATRIX = re.compile(r"([^/]+):(X|raw/X|layers/.+)", re.DOTALL)
 _OF_MODALITY = re.compile(r"mod/([^/]+)/.+", re.DOTALL)
+
+
+# ---- names of the matrices of modalities
+
+
+def path_of(x: str) -> str:
+    """The path of a matrix in its store: `mod/rna/layers/counts` for `rna:layers/counts`."""
+    named = _MATRIX.fullmatch(x)
+    return x if named is None else f"mod/{named[1]}/{named[2]}"
+
+
+def modality_of(x: str) -> str | None:
+    """The modality that a matrix belongs to, by its name; None in an AnnData."""
+    named = _MATRIX.fullmatch(x)
+    return None if named is None else named[1]
+
+
+def frame_of(x: str) -> str:
+    """The path of the frame that describes the columns of a matrix."""
+    named = _MATRIX.fullmatch(x)
+    above, matrix = ("", x) if named is None else (f"mod/{named[1]}/", named[2])
+    return f"{above}raw/var" if matrix.startswith("raw/") else f"{above}var"
+
+
+def obs_of(x: str) -> str:
+    """The path of the frame that describes the rows of a matrix."""
+    named = _MATRIX.fullmatch(x)
+    return "obs" if named is None else f"mod/{named[1]}/obs"
+
+
+# ---- elements
 
 
 def read_element(node: Any) -> Any:

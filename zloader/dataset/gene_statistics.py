@@ -25,8 +25,7 @@ from zloader.common.errors import OptionError
 from zloader.common.messages import listed, warn_user
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays
-from zloader.dataset.in_memory import as_scipy
-from zloader.dataset.matrices import Matrices
+from zloader.dataset.matrices import Matrices, as_scipy
 from zloader.dataset.store import OpenedStore
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling

@@ -24,7 +24,7 @@ from zloader.caching.kept import load_array, save_array
 from zloader.common.errors import CorruptChunkError, FormatError, StoreChangedError, ZloaderError
 from zloader.common.options import Cache
 from zloader.common.other_formats import conversion_of_10x, conversion_of_hdf5, why_unreadable
-from zloader.dataset.modalities import ROOTS
+from zloader.dataset.elements import ROOTS
 from zloader.dataset.store import OpenedStore
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout
@@ -204,12 +204,3 @@ class OpenedFile(OpenedStore):
     def _has_every_object(self, path: str) -> bool:
         table = self.array_layout(path).placement.table
         return table is not None and bool((table[:, 0] != ABSENT).all())
-
-    # ---- for the repr
-
-    def known_members(self, group: str) -> set[str]:
-        """The members of a group. They may have to be read, as the other parts of the repr of a file."""
-        return set(self.keys(group))
-
-    def _known(self, path: str) -> Any:
-        return self.node(path) if path in self else None

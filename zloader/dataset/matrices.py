@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,10 @@ from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.messages import listed, size, suggestion
 from zloader.common.options import FetchOptions
-from zloader.common.records import Rows, X
+from zloader.common.records import CsrArrays, Rows, X
+from zloader.dataset.elements import frame_of, modality_of, obs_of
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.h5ad import conversion_of
-from zloader.dataset.in_memory import used_categories
-from zloader.dataset.modalities import frame_of, modality_of, obs_of
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.fetch import read_at_once
@@ -42,6 +41,9 @@ from zloader.storage.decode import decodes_in_numpy
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.row_blocks import RowForm
 from zloader.transforms.transform import Columns, Transform, bound_transforms
+
+if TYPE_CHECKING:
+    import scipy.sparse
 
 Panel: TypeAlias = Mapping[str, ChosenGenes]  # by frame, such as "var", or that of a modality
 
@@ -334,3 +336,19 @@ class Matrices:
         dtype = "float32" if np.result_type(*dtypes) == np.float16 else np.result_type(*dtypes).name
         recipe = Recipe(x={x: parts}, form=Form(dense=all(part.matrix.genes is None for part in parts), dtype=dtype))
         return read_at_once(recipe, rows, options).x[x]
+
+
+def used_categories(frame: pd.DataFrame) -> pd.DataFrame:
+    """A shallow copy of a frame of obs or var without the categories that no row has."""
+    frame = frame.copy(deep=False)
+    for name, column in frame.select_dtypes("category").items():
+        frame[name] = column.cat.remove_unused_categories()
+    return frame
+
+
+def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:
+    """The rows as a SciPy CSR matrix, without a copy."""
+    # Imported here because minibatches of tensors do not need it.
+    import scipy.sparse
+
+    return scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), shape=(len(x.indptr) - 1, x.n_genes))

@@ -28,8 +28,7 @@ from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
-from zloader.dataset.elements import StoredElements, is_array
-from zloader.dataset.modalities import ROOTS, path_of
+from zloader.dataset.elements import ROOTS, StoredElements, is_array, path_of
 from zloader.dataset.transposed import TransposedMatrix
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.genes import ChosenGenes
@@ -288,37 +287,3 @@ class OpenedStore(StoredElements):
             genes=genes,
             row_of=self.row_of(matrix.path),
         )
-
-    # ---- what is in memory, for the repr, which makes no request
-
-    def known_columns(self, frame: str) -> list[str]:
-        """The columns of a frame, as far as they are known without a request."""
-        names = getattr(self._known(frame), "attributes", {}).get("column-order")
-        return sorted(self.known_members(frame) - {"_index"}) if names is None else list(names)
-
-    def known_members(self, group: str) -> set[str]:
-        """The members of a group, from the listing."""
-        inside = (key.removeprefix(f"{group}/") for key in self.objects if key.startswith(f"{group}/"))
-        return {name.partition("/")[0] for name in inside if "/" in name}
-
-    def known_length(self, frame: str) -> int | None:
-        """The rows of the frame `obs` or `var`, if they are known."""
-        known = vars(self).get({"obs": "n_obs", "var": "n_vars"}[frame])  # a cached_property
-        if known is not None:
-            return int(known)
-        index = getattr(self._known(frame), "attributes", {}).get("_index")
-        for path in (f"{frame}/{index}", f"{frame}/{index}/values", f"{frame}/{index}/codes"):
-            shape = getattr(self._known(path), "shape", None)
-            if shape is not None:
-                return int(shape[0])
-        return None
-
-    def _known(self, path: str) -> Any:
-        """The metadata of a group or array, from the consolidated metadata or a local file; else None."""
-        node = self._opened[1].metadata
-        if node.consolidated_metadata is None:
-            return self.node(path).metadata if self.location.scheme == "file" and path in self else None
-        for name in path.split("/"):
-            consolidated = getattr(node, "consolidated_metadata", None)
-            node = None if consolidated is None else consolidated.metadata.get(name)
-        return node

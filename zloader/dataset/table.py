@@ -23,11 +23,9 @@ from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, Rows, X
-from zloader.dataset.elements import is_array, load_anndata
+from zloader.dataset.elements import is_array, load_anndata, modality_of
 from zloader.dataset.gene_statistics import Batches, StatisticsPass, batches_of
-from zloader.dataset.in_memory import as_scipy, used_categories
-from zloader.dataset.matrices import Matrices
-from zloader.dataset.modalities import modality_of
+from zloader.dataset.matrices import Matrices, as_scipy, used_categories
 from zloader.dataset.obs import NAME_BYTES, Observations, ObsFrame, require_frame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore

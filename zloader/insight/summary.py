@@ -9,8 +9,7 @@ from typing import Any
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.common.messages import size
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.elements import is_array
-from zloader.dataset.modalities import obs_of, path_of
+from zloader.dataset.elements import is_array, obs_of, path_of
 from zloader.dataset.obs import columns_of
 from zloader.dataset.store import OpenedStore
 from zloader.storage import hdf5_filters

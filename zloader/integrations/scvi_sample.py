@@ -21,7 +21,7 @@ from zloader.common.machine import require_memory
 from zloader.common.records import CsrArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import load_anndata
-from zloader.dataset.in_memory import as_scipy
+from zloader.dataset.matrices import as_scipy
 from zloader.integrations.scvi_encoding import Encoding
 from zloader.integrations.scvi_registry import ALONE
 from zloader.integrations.scvi_rows import with_genes

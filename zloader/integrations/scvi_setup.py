@@ -16,7 +16,7 @@ from scvi.model import MULTIVI, TOTALVI
 from zloader.common.checks import names_of
 from zloader.common.errors import OptionError
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.modalities import modality_of
+from zloader.dataset.elements import modality_of
 
 KEYS = {  # of scvi's tensors, by the option of `setup_mudata` that names the layer
     "rna_layer": REGISTRY_KEYS.X_KEY,

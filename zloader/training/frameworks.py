@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from zloader.common.records import CsrArrays, X
-from zloader.dataset.in_memory import as_scipy
+from zloader.dataset.matrices import as_scipy
 from zloader.reading.gather import csr_cut_apart
 from zloader.training.csr_rows import CsrRows
 

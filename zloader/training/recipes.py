@@ -16,7 +16,7 @@ from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.modalities import modality_of
+from zloader.dataset.elements import modality_of
 from zloader.order.cell_sets import BoundCellSets
 from zloader.order.companions import Companions
 from zloader.order.controls import MatchedControls
