@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zloader.common.records import CsrArrays
 from zloader.reading.forms import Form, Transforming, holds
-from zloader.reading.gather import StoreRows, compressed
+from zloader.reading.gather import SourceRows, compressed
 from zloader.selecting.genes import ChosenGenes
 from zloader.transforms import Clip, Downsample, LogNormalize, Scale
 
@@ -23,10 +23,10 @@ DTYPES = ["float32", "float64", "int32", "int64"]
 STORED = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"]
 
 
-def rows_of(matrix: scipy.sparse.csr_matrix, at: slice | np.ndarray = slice(None)) -> StoreRows:
+def rows_of(matrix: scipy.sparse.csr_matrix, at: slice | np.ndarray = slice(None)) -> SourceRows:
     starts = matrix.indptr[:-1].astype(np.int64)
     lengths = np.diff(matrix.indptr).astype(np.int64)
-    return StoreRows(at=at, genes=matrix.indices, values=matrix.data, starts=(starts, starts), lengths=lengths)
+    return SourceRows(at=at, genes=matrix.indices, values=matrix.data, starts=(starts, starts), lengths=lengths)
 
 
 def random(dtype: str, n_rows: int = 20, seed: int = 0) -> scipy.sparse.csr_matrix:
@@ -113,7 +113,7 @@ def test_narrow_values_are_the_usual_ones(stored, wanted, dense):
 def test_stored_dense_and_wanted_dense_stays_dense_and_narrow():
     values = np.arange(12, dtype=np.uint8)
     starts = np.arange(3) * 4
-    rows = StoreRows(at=slice(None), genes=None, values=values, starts=(starts, starts), lengths=np.full(3, 4))
+    rows = SourceRows(at=slice(None), genes=None, values=values, starts=(starts, starts), lengths=np.full(3, 4))
     form = Form(dense=True, dtype="float32", narrow=True)
     found = form.gathered([rows], 3, n_genes=4, stored=[values.dtype])
     assert found.dtype == np.uint8

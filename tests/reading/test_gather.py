@@ -77,12 +77,12 @@ def _scattered(elements, starts, lengths, before):
 
 
 def sparse(genes, values, starts, lengths, at=slice(None)):
-    return gather.StoreRows(at=at, genes=genes, values=values, starts=starts, lengths=lengths)
+    return gather.SourceRows(at=at, genes=genes, values=values, starts=starts, lengths=lengths)
 
 
 def dense(values, starts, n_genes, at=slice(None)):
     lengths = np.full(len(starts), n_genes)
-    return gather.StoreRows(at=at, genes=None, values=values, starts=(starts, starts), lengths=lengths)
+    return gather.SourceRows(at=at, genes=None, values=values, starts=(starts, starts), lengths=lengths)
 
 
 def _same(found, wanted):

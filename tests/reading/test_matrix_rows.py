@@ -76,7 +76,7 @@ def test_rows_of_several_stores_are_gathered_as_those_of_one(kind, data, n_store
     genes, values, tables = np.array(places, np.int64).T[:, of]
     starts = np.array([matrix.indptr[:-1] for matrix in csr], np.int64)[of, within]
     lengths = np.array([np.diff(matrix.indptr) for matrix in csr], np.int64)[of, within]
-    rows = gather.StoreRows(
+    rows = gather.SourceRows(
         at=slice(None),
         genes=memory(sources[0].genes.dtype),
         values=memory(sources[0].values.dtype),

@@ -115,7 +115,7 @@ def test_copies_of_the_values_of_chosen_genes_are_counted(store, dense):
         needed = {0: reader.needed(slice(None), np.arange(N_ROWS))}
     planned = PlannedRows(parts=parts, needed=needed, lengths=lengths)
     genes, values = np.arange(3000, dtype=np.uint16), np.ones(3000, parts[0].matrix.values.dtype)
-    rows = gather.StoreRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
+    rows = gather.SourceRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
     form = Form(dense=dense, dtype="float32")
     for measured in (False, True):  # the first call compiles
         if measured:

@@ -56,7 +56,7 @@ def sparse_rows(draw, n_genes, genes, values):
     csr = scipy.sparse.csr_matrix((rng.integers(0, 4, csr.nnz).astype(values), csr.indices, csr.indptr), csr.shape)
     taken = np.array(draw(st.lists(st.integers(0, n_rows - 1), max_size=10)), np.int64)
     starts, lengths = csr.indptr[:-1].astype(np.int64)[taken], np.diff(csr.indptr).astype(np.int64)[taken]
-    rows = gather.StoreRows(
+    rows = gather.SourceRows(
         at=slice(None), genes=csr.indices.astype(genes), values=csr.data, starts=(starts, starts), lengths=lengths
     )
     return rows, csr[taken]
@@ -108,7 +108,7 @@ def test_from_dense(values, draw):
     chosen = draw.draw(chosen_genes(n_genes))
     starts, lengths = taken * n_genes + 3, np.full(len(taken), n_genes)
     flat = np.concatenate([np.ones(3, values), matrix.ravel()])
-    rows = gather.StoreRows(at=slice(None), genes=None, values=flat, starts=(starts, starts), lengths=lengths)
+    rows = gather.SourceRows(at=slice(None), genes=None, values=flat, starts=(starts, starts), lengths=lengths)
     part, wanted = gather.choose(rows, chosen), with_zeros(matrix[taken])[:, chosen.positions].astype("float32")
     check_csr(
         gather.csr_rows([part], len(taken), n_genes=len(chosen), dtype="float32"), scipy.sparse.csr_matrix(wanted)
@@ -122,7 +122,7 @@ def test_many_genes_in_another_order(n_chosen):
     csr = scipy.sparse.random(20, 70_000, 0.02, "csr", np.float32, random_state=rng)
     csr.sort_indices()
     starts, lengths = csr.indptr[:-1].astype(np.int64), np.diff(csr.indptr).astype(np.int64)
-    rows = gather.StoreRows(
+    rows = gather.SourceRows(
         at=slice(None), genes=csr.indices.astype("uint32"), values=csr.data, starts=(starts, starts), lengths=lengths
     )
     chosen = ChosenGenes(positions=rng.permutation(70_000)[:n_chosen], n_stored=70_000)
@@ -135,7 +135,7 @@ def test_a_gene_that_stands_twice_in_a_row_stays_so_and_is_summed_when_dense():
     """As without `genes`. Stores from other writers may have such rows, even with more values than genes."""
     genes, values = np.array([1, 0, 1, 1, 2, 1], np.uint16), np.array([1, 2, 3, 4, 5, 6], np.uint8)
     starts, lengths = np.array([0, 2]), np.array([2, 4])
-    rows = gather.StoreRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
+    rows = gather.SourceRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
     part = gather.choose(rows, ChosenGenes(positions=np.array([2, 1]), n_stored=3))
     csr = gather.csr_rows([part], 2, n_genes=2, dtype="float32")
     assert (csr.indptr.tolist(), csr.indices.tolist()) == ([0, 1, 5], [1, 0, 1, 1, 1])

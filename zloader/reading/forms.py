@@ -80,7 +80,7 @@ class Form:
         dtype = self.gene_dtype(n_genes)
         return 4 if dtype is None else dtype.itemsize
 
-    def gathered(self, parts: Sequence[gather.StoreRows], n_rows: int, *, n_genes: int, stored: Stored) -> X:
+    def gathered(self, parts: Sequence[gather.SourceRows], n_rows: int, *, n_genes: int, stored: Stored) -> X:
         """A minibatch of `n_rows` rows. Rows that no part holds are empty."""
         dtype, genes = self.value_dtype(stored), self.gene_dtype(n_genes)
         sparse = any(part.genes is not None for part in parts)
@@ -248,7 +248,7 @@ class Transforming:
     def _chosen(self, x: X, rows: Rows, genes: ChosenGenes) -> X:
         whole = RowValues.of(x, rows)
         starts, lengths = whole.starts[:-1], np.diff(whole.starts)
-        of_all = gather.StoreRows(
+        of_all = gather.SourceRows(
             at=slice(None), genes=whole.columns, values=whole.values, starts=(starts, starts), lengths=lengths
         )
         gathered = gather.dense_rows if self.dense else gather.csr_rows

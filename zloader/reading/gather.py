@@ -49,16 +49,17 @@ def indptr_of(lengths: Rows) -> Rows:
     return indptr
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoreRows:
-    """The rows of a minibatch that come from one source (row_sources.py).
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SourceRows:
+    """Rows of one matrix in memory, at positions `at` of a fetch or of a minibatch.
 
-    Row i consists of `lengths[i]` elements of `values` from `starts[1][i]` on and, unless the store is dense, as many
-    elements of `genes` from `starts[0][i]` on. It becomes the minibatch's row `at[i]`.
+    Row i consists of `lengths[i]` elements of `values` from `starts[1][i]` on and, unless the matrix is dense, as many
+    elements of `genes` from `starts[0][i]` on. If the rows are `coded` there, row i begins at byte `starts[1][i]`, and
+    `genes` and `values` only have the dtypes.
 
     `columns` has the column of each gene in x; None if the genes are the columns. `unsorted` says that the columns of a
-    row may not ascend although its genes do. If the rows are `coded` there, row i begins at byte `starts[1][i]`, and
-    `genes` and `values` only have the dtypes.
+    row may not ascend although its genes do. `chosen` are the genes of x, which `choose` turns into `columns`, and
+    `totals` the sums of the rows with all genes, where they are known.
     """
 
     at: Rows | slice
@@ -69,6 +70,8 @@ class StoreRows:
     columns: Columns | None = None
     unsorted: bool = False
     coded: Views | None = None
+    chosen: ChosenGenes | None = None
+    totals: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         """Marks genes and values as read-only, as those of a mirror or a fetch are. Else numba compiles more loops."""
@@ -87,49 +90,23 @@ class StoreRows:
         count_nonzero(self.values, self.starts[1], self.lengths, found)
         return found
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SourceRows:
-    """Rows of one matrix in memory, at positions `at` of a fetch.
-
-    They are as in StoreRows, with the genes as stored, of which x has those in `chosen`; None if genes are columns of
-    x. `totals` are the sums of the rows with all genes, where they are known.
-    """
-
-    at: Rows | slice
-    genes: NDArray[Any] | None
-    values: NDArray[Any]
-    starts: tuple[Rows, Rows]
-    lengths: Rows
-    chosen: ChosenGenes | None = None
-    coded: Views | None = None
-    totals: NDArray[np.float64] | None = None
-
     def decoded(self, n_genes: int) -> SourceRows:
-        """The same rows, raw."""
+        """The same rows, raw, one after another."""
         if self.coded is None:
             return self
         dtype, genes = self.values.dtype, self.coded[1].dtype
-        return self._of(csr_rows([self._rows], len(self.lengths), n_genes=n_genes, dtype=dtype, genes=genes))
+        return _of(csr_rows([self], len(self.lengths), n_genes=n_genes, dtype=dtype, genes=genes))
 
     def with_genes(self, chosen: ChosenGenes, genes: np.dtype[Any] | None) -> SourceRows:
-        """Raw rows with the chosen genes as columns, in this dtype and in order."""
-        rows = choose(replace(self._rows, values=as_bits(self.values)), chosen)
+        """Raw rows with the chosen genes as columns, in this dtype and in order, one after another."""
+        rows = choose(replace(self, values=as_bits(self.values)), chosen)
         x = csr_rows([rows], len(self.lengths), n_genes=len(chosen), dtype=rows.values.dtype, genes=genes)
-        return self._of(replace(x, values=x.values.view(self.values.dtype)))
+        return _of(replace(x, values=x.values.view(self.values.dtype)))
 
-    @property
-    def _rows(self) -> StoreRows:
-        return StoreRows(
-            at=slice(None), genes=self.genes, values=self.values, starts=self.starts, lengths=self.lengths,
-            coded=self.coded,
-        )  # fmt: skip
 
-    @staticmethod
-    def _of(x: CsrArrays) -> SourceRows:
-        starts = x.indptr[:-1].astype(np.int64)
-        lengths = np.diff(x.indptr).astype(np.int64)
-        return SourceRows(at=slice(None), genes=x.indices, values=x.values, starts=(starts, starts), lengths=lengths)
+def _of(x: CsrArrays) -> SourceRows:
+    starts, lengths = x.indptr[:-1].astype(np.int64), np.diff(x.indptr).astype(np.int64)
+    return SourceRows(at=slice(None), genes=x.indices, values=x.values, starts=(starts, starts), lengths=lengths)
 
 
 def as_bits(values: NDArray[Any]) -> NDArray[Any]:
@@ -154,7 +131,7 @@ def _totals(values: NDArray[Any], starts: Rows, lengths: Rows, out: NDArray[np.f
                 out[row] = of_row[i]
 
 
-def choose(rows: StoreRows, genes: ChosenGenes, columns: Columns | None = None) -> StoreRows:
+def choose(rows: SourceRows, genes: ChosenGenes, columns: Columns | None = None) -> SourceRows:
     """The rows with the chosen genes as their columns. Values are copied only if a gene is left out, or if dense.
 
     `columns` are those of CSR rows of several stores, whose choices differ from `genes` in nothing else.
@@ -186,7 +163,7 @@ def choose(rows: StoreRows, genes: ChosenGenes, columns: Columns | None = None) 
     )
 
 
-def widened(rows: StoreRows) -> StoreRows:
+def widened(rows: SourceRows) -> SourceRows:
     """The rows, packed and converted to float32 if they are float16, with which numba does not compute."""
     if rows.values.dtype != np.float16:
         return rows
@@ -197,7 +174,7 @@ def widened(rows: StoreRows) -> StoreRows:
 
 
 def csr_rows(
-    parts: Sequence[StoreRows],
+    parts: Sequence[SourceRows],
     n_rows: int,
     *,
     n_genes: int,
@@ -245,7 +222,7 @@ def aligned(make: Callable[..., NDArray[Any]], shape: tuple[int, ...], dtype: An
 
 
 def dense_rows(
-    parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str, empty: Empty = np.empty
+    parts: Sequence[SourceRows], n_rows: int, *, n_genes: int, dtype: str, empty: Empty = np.empty
 ) -> NDArray[Any]:
     """A dense minibatch (`n_rows` x genes). If a gene occurs twice in a CSR row, its values are summed.
 
@@ -270,7 +247,7 @@ def compressed(dense: NDArray[Any], *, genes: np.dtype[Any] | None = None) -> Cs
     """Dense rows in CSR form, in the same dtype. `genes` is the dtype of the indices, as in `csr_rows`."""
     n_rows, n_genes = dense.shape
     starts, lengths = np.arange(n_rows) * n_genes, np.full(n_rows, n_genes)
-    rows = StoreRows(at=slice(None), genes=None, values=dense.reshape(-1), starts=(starts, starts), lengths=lengths)
+    rows = SourceRows(at=slice(None), genes=None, values=dense.reshape(-1), starts=(starts, starts), lengths=lengths)
     return csr_rows([rows], n_rows, n_genes=n_genes, dtype=dense.dtype.name, genes=genes)
 
 

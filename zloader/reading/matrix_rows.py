@@ -188,7 +188,7 @@ class LoadedRows:
             return [(0, slice(None))]
         return [(number, at) for number, at in by_value(self.kind[taken]) if number < len(self.kinds)]
 
-    def _rows_of(self, source: SourceRows, taken: Rows, at: Rows | slice) -> gather.StoreRows:
+    def _rows_of(self, source: SourceRows, taken: Rows, at: Rows | slice) -> SourceRows:
         """The rows at positions `taken` of the fetch, all gathered like those of a source.
 
         They go to `at` in the minibatch.
@@ -196,7 +196,7 @@ class LoadedRows:
         genes = None if source.genes is None else memory(source.genes.dtype)
         values, chosen, bits = memory(source.values.dtype), source.chosen, memory(np.dtype(np.uint8))
         rows = gather.widened(
-            gather.StoreRows(
+            SourceRows(
                 at=at,
                 genes=genes,
                 values=values,

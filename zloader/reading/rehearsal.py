@@ -16,7 +16,7 @@ import numpy as np
 from zloader.order.permutation import permute, shuffled
 from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
 from zloader.reading.forms import Form
-from zloader.reading.gather import StoreRows, widened
+from zloader.reading.gather import SourceRows, widened
 from zloader.storage.decode import CHUNK, Decoder
 from zloader.storage.layout import MatrixLayout
 
@@ -34,7 +34,7 @@ def rehearse(matrix: MatrixLayout, form: Form, *, decoding: bool) -> None:
         Decoder(layout).decode_all([], np.empty(0, CHUNK), elements)
     *genes, values = arrays
     none = np.empty(0, np.int64)
-    rows = StoreRows(
+    rows = SourceRows(
         at=slice(None), genes=genes[0] if genes else None, values=values, starts=(none, none), lengths=none
     )
     form.gathered([widened(rows)], 0, n_genes=matrix.n_genes, stored=[values.dtype])
