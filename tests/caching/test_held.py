@@ -145,8 +145,8 @@ def test_the_inspection_agrees_with_the_mirror(store, tmp_path, fetches):
     if fetches != 0:
         assert seen.arrays.keys() == {"X", *OTHERS}
     x = seen.arrays["X"]
-    assert (x.chunks, x.chunks_held) == (mirror.layout.n_chunks, mirror.n_present)
-    assert (x.bytes_in_all, x.bytes_held) == (mirror.bytes_in_all, mirror.present_bytes)
+    assert (x.chunks, x.chunks_held) == (mirror.layout.n_chunks, mirror.held.chunks_held)
+    assert (x.bytes_in_all, x.bytes_held) == (mirror.held.bytes_in_all, mirror.held.bytes_held)
     if fetches is None:
         assert (seen.chunks_held, seen.bytes_held) == (seen.chunks, seen.bytes_in_all)
     else:
@@ -161,7 +161,7 @@ def test_a_partial_mirror_with_a_short_last_block(tmp_path):
     for block in (2, 3, 9):
         put(file, block, 40 if block == 9 else 80)
         seen = inspect_mirror(entry).arrays["X"]
-        assert (seen.chunks_held, seen.bytes_held) == (file.n_present, file.present_bytes)
+        assert (seen.chunks_held, seen.bytes_held) == (file.held.chunks_held, file.held.bytes_held)
     assert (seen.chunks, seen.chunks_held, seen.bytes_held) == (10, 3, 200)
     file.acquire(np.arange(2), owner := Leases(directory.path))
     assert inspect_mirror(entry).chunks_held == 3, "a leased block is not present yet"
@@ -180,7 +180,7 @@ def test_columns_and_objects_are_counted(copy):
 def test_a_mirror_that_does_not_exist_is_empty(copy):
     entry = copy.entry
     shutil.rmtree(copy.directory)
-    assert inspect_mirror(entry) == MirrorInspection.of({}, objects=0, kept_bytes=0)
+    assert inspect_mirror(entry) == MirrorInspection.of_all({}, objects=0, kept_bytes=0)
     assert verify(entry.directory) == []
 
 

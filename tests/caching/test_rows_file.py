@@ -629,7 +629,7 @@ def test_a_cache_that_is_partly_full_serves_what_it_has(store, tmp_path, monkeyp
     part = opened(store, compact(tmp_path))
     mirror = part.store.mirror(part.store.matrix("X"))
     mirror.rows.writable = False
-    n_present = mirror.rows.n_present
+    n_present = mirror.rows.held.chunks_held
     assert 0 < n_present < mirror.rows.layout.n_chunks
     for options in ({}, {"layout": "dense", "dtype": "float64"}):
         loader = zl.Loader(part, **SIZES | options)
@@ -637,7 +637,7 @@ def test_a_cache_that_is_partly_full_serves_what_it_has(store, tmp_path, monkeyp
         statistics = loader.statistics()
         assert statistics.gets
         assert statistics.chunks_from_mirror
-    assert mirror.rows.n_present == n_present
+    assert mirror.rows.held.chunks_held == n_present
 
 
 # ---- inspected and dropped

@@ -10,7 +10,7 @@ import fcntl
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -19,8 +19,7 @@ import numpy as np
 from zloader.caching.atomic_files import opened
 from zloader.caching.directory import VERSION, MirrorEntry, VerifiedMarks, described_in
 from zloader.caching.kept import is_whole
-from zloader.caching.mirror import Held
-from zloader.caching.rows_file import RowsIndex, is_present, sizes_in, word_of
+from zloader.caching.rows_file import Held, RowsIndex, is_present, sizes_in, word_of
 from zloader.common.errors import CacheError
 
 _SUFFIXES = ("index", "rows", "array", "kept")
@@ -39,10 +38,9 @@ class MirrorInspection(Held):
     kept_bytes: int
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Held], *, objects: int, kept_bytes: int) -> MirrorInspection:
+    def of_all(cls, arrays: Mapping[str, Held], *, objects: int, kept_bytes: int) -> MirrorInspection:
         """The content of a mirror with these arrays and objects."""
-        sums = {each.name: sum(getattr(array, each.name) for array in arrays.values()) for each in fields(Held)}
-        return cls(**sums, arrays=arrays, objects=objects, kept_bytes=kept_bytes)
+        return cls(**Held.sums(arrays.values()), arrays=arrays, objects=objects, kept_bytes=kept_bytes)
 
     @property
     def checked_bytes(self) -> int:
@@ -59,20 +57,14 @@ def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
     arrays = {}
     for path in files["index"]:
         with contextlib.suppress(OSError, ValueError), opened(path, os.O_RDONLY) as file:
-            arrays[_name(path)] = _held(RowsIndex.read(path, file))
+            index = RowsIndex.read(path, file)
+            arrays[_name(path)] = Held.of(
+                (words for _, _, words in index.windows()), index.n_blocks, index.decoded_bytes
+            )
     for path in files["array"]:
         n_bytes = _size(path)
         arrays[_name(path)] = Held(chunks=1, chunks_held=1, bytes_in_all=n_bytes, bytes_held=n_bytes)
-    return MirrorInspection.of(arrays, objects=len(files["kept"]), kept_bytes=sum(map(_size, files["kept"])))
-
-
-def _held(index: RowsIndex) -> Held:
-    held = n_bytes = 0
-    for _, _, words in index.windows():
-        present = words[is_present(words)]
-        held, n_bytes = held + len(present), n_bytes + int(sizes_in(present).sum())
-    in_all = n_bytes * index.n_blocks // held if held else index.decoded_bytes
-    return Held(chunks=index.n_blocks, chunks_held=held, bytes_in_all=in_all, bytes_held=n_bytes)
+    return MirrorInspection.of_all(arrays, objects=len(files["kept"]), kept_bytes=sum(map(_size, files["kept"])))
 
 
 def verify(directory: Path, on_bytes: Callable[[int], None] = lambda _: None) -> list[str]:

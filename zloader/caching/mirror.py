@@ -13,26 +13,11 @@ from numpy.typing import NDArray
 from zloader.caching.atomic_files import cached_path
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
-from zloader.caching.rows_file import RowsFile
+from zloader.caching.rows_file import Held, RowsFile
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.row_blocks import PANEL, RowForm
 
 log = logging.getLogger("zloader")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """How much of some matrices or arrays is in a mirror, in blocks of rows and in bytes."""
-
-    chunks: int
-    chunks_held: int
-    bytes_in_all: int
-    bytes_held: int
-
-    @property
-    def share(self) -> float:
-        """The share of the bytes that the mirror holds, from 0 to 1."""
-        return self.bytes_held / self.bytes_in_all if self.bytes_in_all else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +47,7 @@ class CacheStatistics(Held):
 
 def contents_of(files: Sequence[RowsFile]) -> dict[str, Any]:
     """The fields of Held for some matrices together, and whether one of them accepts no more rows."""
-    return {
-        "chunks": sum(file.layout.n_chunks for file in files),
-        "chunks_held": sum(file.n_present for file in files),
-        "bytes_in_all": sum(file.bytes_in_all for file in files),
-        "bytes_held": sum(file.present_bytes for file in files),
-        "full": not all(file.writable for file in files),
-    }
+    return Held.sums(file.held for file in files) | {"full": not all(file.writable for file in files)}
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import hashlib
 import logging
 import mmap
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,35 @@ _MANY_BLOCKS = 1 << 20  # their words take 16 MiB
 _WRITE_BYTES = 1 << 20
 _LARGE_FILE, _MOST_MAPPED = 8 << 30, 256 << 20
 _ROWS_OF_WHOLE = 8  # rows of a block, on average, for which all of it is prefetched
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """How much of some matrices or arrays is in a mirror, in blocks of rows and in bytes."""
+
+    chunks: int
+    chunks_held: int
+    bytes_in_all: int
+    bytes_held: int
+
+    @classmethod
+    def of(cls, words: Iterable[NDArray[np.uint64]], n_blocks: int, decoded_bytes: int) -> Held:
+        """How much there is, given the words of blocks. The bytes of all are estimated from it, if there is any."""
+        sizes = [sizes_in(each[is_present(each)]) for each in words]
+        held, n_bytes = sum(map(len, sizes)), sum(int(each.sum()) for each in sizes)
+        in_all = n_bytes * n_blocks // held if held else decoded_bytes
+        return cls(chunks=n_blocks, chunks_held=held, bytes_in_all=in_all, bytes_held=n_bytes)
+
+    @staticmethod
+    def sums(parts: Iterable[Held]) -> dict[str, int]:
+        """The fields of some together."""
+        parts = list(parts)
+        return {each.name: sum(getattr(part, each.name) for part in parts) for each in fields(Held)}
+
+    @property
+    def share(self) -> float:
+        """The share of the bytes that the mirror holds, from 0 to 1."""
+        return self.bytes_held / self.bytes_in_all if self.bytes_in_all else 1.0
 
 
 class RowsFile:
@@ -143,25 +172,14 @@ class RowsFile:
             self._unrecorded = False
 
     @property
-    def n_present(self) -> int:
-        """The number of present blocks."""
-        return sum(int(np.count_nonzero(present)) for _, present in self._present_windows())
-
-    @property
-    def present_bytes(self) -> int:
-        """Bytes of the present blocks."""
-        windows = self._present_windows()
-        return sum(int(sizes_in(self._words[first : first + len(held)][held]).sum()) for first, held in windows)
+    def held(self) -> Held:
+        """How much of the matrix is present."""
+        words = (self._words[first : first + len(present)] for first, present in self._present_windows())
+        return Held.of(words, self.layout.n_chunks, self.form.decoded_bytes)
 
     def bytes_of(self, blocks: Rows) -> int:
         """Bytes of some present blocks."""
         return int(sizes_in(self._words[blocks]).sum())
-
-    @property
-    def bytes_in_all(self) -> int:
-        """Bytes of all blocks, estimated from those that are present; without any, from their rows."""
-        held = self.n_present
-        return self.present_bytes * self.layout.n_chunks // held if held else self.form.decoded_bytes
 
     # ---- rows
 

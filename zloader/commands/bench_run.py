@@ -278,13 +278,14 @@ class _Mirrored:
     @property
     def share(self) -> float:
         """The share of the blocks, from 0 to 1; 0 without a mirror."""
-        chunks = sum(array.layout.n_chunks for array in self._arrays)
-        return sum(array.n_present for array in self._arrays) / chunks if chunks else 0.0
+        held = [array.held for array in self._arrays]
+        chunks = sum(each.chunks for each in held)
+        return sum(each.chunks_held for each in held) / chunks if chunks else 0.0
 
     @property
     def n_bytes(self) -> int:
         """The bytes of these blocks."""
-        return sum(array.present_bytes for array in self._arrays)
+        return sum(array.held.bytes_held for array in self._arrays)
 
 
 def _mirror_arrays(dataset: Dataset, names: Sequence[str]) -> Sequence[RowsFile]:

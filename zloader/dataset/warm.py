@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zloader.caching.mirror import Held, contents_of
-from zloader.caching.rows_file import RowsFile
+from zloader.caching.mirror import contents_of
+from zloader.caching.rows_file import Held, RowsFile
 from zloader.common.checks import MAX_COUNT, names_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
