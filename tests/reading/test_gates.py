@@ -199,22 +199,33 @@ MiB = 1 << 20
 READY = 48 * MiB
 
 
-def _sizes(*, grows=False):
-    return GroupSizes(READY, grows=grows, most=8, groups=16)
+def _sizes(*, grows=False, threads=60):
+    return GroupSizes(FetchOptions(ready_bytes=READY, threads=threads), grows=grows, most=8, groups=16)
+
+
+LEAST = READY // 64  # with 60 threads
 
 
 def test_groups_claim_as_many_bytes_as_the_most_has_grown():
-    assert _sizes().claim(MiB) == MiB
-    assert _sizes().claim(0) == 1
+    assert _sizes().claim(MiB) == _sizes().made(MiB, MiB) == MiB
     assert _sizes().claim(READY + 1) == READY
     sizes = _sizes(grows=True)
     assert sizes.claim(1) == READY  # nobody knows how they grow, so one is made at a time
     for n_bytes in (2 * MiB, 3 * MiB, MiB):
-        sizes.made(MiB, n_bytes)
+        assert sizes.made(MiB, n_bytes) == n_bytes
     assert sizes.claim(MiB) == 3 * MiB
     shrinking = _sizes(grows=True)
     shrinking.made(MiB, 1)
     assert shrinking.claim(MiB) == MiB
+
+
+def test_there_are_no_more_groups_than_keep_the_threads_busy():
+    """Beside those of the threads, four wait for the consumer, however small they are."""
+    assert _sizes().claim(0) == _sizes().made(0, 0) == LEAST
+    assert _sizes(threads=2).claim(MiB) == _sizes(threads=2).made(MiB, MiB) == READY // 6
+    assert _sizes(threads=2).claim(READY // 2) == READY // 2
+    tiny = GroupSizes(FetchOptions(ready_bytes=1), grows=False, most=8, groups=16)
+    assert tiny.claim(0) == tiny.claim(9) == tiny.made(0, 0) == 1
 
 
 @pytest.mark.parametrize(("mib", "size"), [(0, 8), (0.1, 8), (1, 3), (2, 1), (100, 1)])
@@ -271,10 +282,9 @@ def test_fetches_and_groups_of_any_size_come_through(fetches, growth):
                     left -= 1
                     continue
                 number, x_bytes, claim = job
-                sizes.made(x_bytes, growth * x_bytes)
-                put.claimed([(number, x_bytes)], growth * x_bytes, claim)
+                held[number] = sizes.made(x_bytes, growth * x_bytes)
+                put.claimed([(number, x_bytes)], held[number], claim)
                 budget = put._budget
-                held[number] = growth * x_bytes
                 most_held[0] = max(most_held[0], budget._held)
 
         await asyncio.wait_for(asyncio.gather(load(), gather(), finish()), PATIENCE_S)

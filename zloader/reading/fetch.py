@@ -71,7 +71,7 @@ class FetchScheduler:
         self._options = options
         cutting = recipe.cutting
         self._ahead, self._room = Ahead(options), ByteBudget(options.buffer_bytes)
-        self._sizes = GroupSizes(options.ready_bytes, grows=cutting.grows, most=cutting.most, groups=cutting.groups)
+        self._sizes = GroupSizes(options, grows=cutting.grows, most=cutting.most, groups=cutting.groups)
         self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
@@ -216,9 +216,8 @@ class FetchScheduler:
             making, x_bytes, claim = job
             minibatches, seconds = await making
             self.counters.gather_s += seconds
-            n_bytes = sum(minibatch.nbytes for minibatch in minibatches)
-            self._sizes.made(x_bytes, n_bytes)
-            put.claimed(minibatches, n_bytes, claim)
+            held_bytes = self._sizes.made(x_bytes, sum(minibatch.nbytes for minibatch in minibatches))
+            put.claimed(minibatches, held_bytes, claim)
 
     def _make(self, loaded: _Loaded, without_x: MinibatchArrays, cuts: Rows) -> Sequence[Any]:
         """Gathers the minibatches between cuts."""

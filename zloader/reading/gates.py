@@ -3,7 +3,8 @@
     gate       lets through                        taken before                      given back when
     ahead      2 fetches, later `prefetch + 1`     a fetch is planned                all its minibatches are made
     memory     `buffer_bytes` of fetches           a fetch is read                   all its minibatches are made
-               `ready_bytes` of minibatches        a group of them is made           the consumer takes it
+               `ready_bytes` of minibatches, and   a group of them is made           the consumer takes it
+               `threads + 4` groups
                an eighth of `memory` of bands      chunks of parts of rows are read  their rows are in the mirror
     in flight  `in_flight_bytes`                   some chunks are read              they are decoded, or have failed
 
@@ -32,6 +33,7 @@ from zloader.common.records import Rows
 # between threads and the calls per source cheap, and small enough to keep all threads busy. One minibatch may exceed
 # these bytes.
 _GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time
+_WAITING = 4  # groups beside those that threads make
 _FIRST_AHEAD = 2  # fetches: memory that is used for the first time is slow, so an epoch starts with little of it
 
 
@@ -108,11 +110,13 @@ class GroupSizes:
 
     If minibatches `grow`, they may take more bytes than their x. The most that any group has grown is then expected of
     the next ones, and groups become smaller by it; while it is not known, one group is made at a time. A group has at
-    `most` so many minibatches, and at least so many `groups` fit into `ready_bytes`.
+    `most` so many minibatches, and at least so many `groups` fit into `ready_bytes`. Small ones count as a share of it.
     """
 
-    def __init__(self, ready_bytes: int, *, grows: bool, most: int, groups: int) -> None:
-        self._ready_bytes, self._group_bytes = ready_bytes, min(_GROUP_BYTES, ready_bytes // groups)
+    def __init__(self, options: FetchOptions, *, grows: bool, most: int, groups: int) -> None:
+        self._ready_bytes, self._group_bytes = options.ready_bytes, min(_GROUP_BYTES, options.ready_bytes // groups)
+        # Memory that is used for the first time is slow, so there are no more groups than keep the threads busy.
+        self._least_bytes = max(1, options.ready_bytes // (options.threads + _WAITING))
         self._grows, self._most = grows, most
         self._growth = math.inf if grows else 1.0  # bytes of minibatches per byte of x
 
@@ -126,11 +130,12 @@ class GroupSizes:
             begin += size
 
     def claim(self, x_bytes: int) -> int:
-        """The bytes that a group takes while it is made."""
-        return math.ceil(min(max(1, x_bytes) * self._growth, self._ready_bytes))
+        """The bytes that a group holds while it is made."""
+        return max(self._least_bytes, math.ceil(min(max(1, x_bytes) * self._growth, self._ready_bytes)))
 
-    def made(self, x_bytes: int, n_bytes: int) -> None:
-        """Learns from the bytes of its minibatches how much a group grows."""
+    def made(self, x_bytes: int, n_bytes: int) -> int:
+        """The bytes that a group holds once it is made. Learns from those of its minibatches how much groups grow."""
         if self._grows:
             known = 1.0 if math.isinf(self._growth) else self._growth
             self._growth = max(known, n_bytes / max(1, x_bytes))
+        return max(self._least_bytes, n_bytes)
