@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import NEVER_S, web_server
+from helpers import NEVER_S, PATIENCE_S, counts, web_server, write_store
 
 import zloader as zl
+from zloader.access import object_files
 from zloader.access.location import Location
 from zloader.access.object_files import kept_store, read_once
 from zloader.access.schemes import SCHEMES
@@ -154,3 +158,32 @@ def test_credentials_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> No
     source = ObjectSource(location, {}, zl.FetchOptions(deadline_s=NEVER_S))
     with pytest.raises(AccessDeniedError, match="found no credentials"):
         read(source, SPANS[:1])
+
+
+def test_reads_that_are_cancelled_are_over_before_the_process_ends(source: Any, faults: list[str]) -> None:
+    faults += ["stall"] * 999
+    with pytest.raises(DeadlineError):
+        read(source(deadline_s=0.3), SPANS[:8])
+    object_files._finish_reads()
+    assert not object_files._AWAITED
+
+
+EXIT = """
+import sys, zloader as zl
+dataset = zl.open_dataset(sys.argv[1])
+minibatches = iter(zl.Loader(dataset, batch_size=8, fetch_factor=1, framework="numpy"))
+for _ in range(int(sys.argv[2])):
+    next(minibatches)
+print("end", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_in_the_middle_of_an_epoch_does_not_abort(tmp_path: Path, sim: Any) -> None:
+    """Without waiting for obstore's threads, 1 process in 50 does."""
+    write_store(counts(2000, 100), tmp_path / "bucket" / "a.zarr", tmp_path)
+    url = f"{sim(ttfb_ms=3).url}/bucket/a.zarr"
+    for n_minibatches in range(6):
+        command = [sys.executable, "-c", EXIT, url, str(n_minibatches)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

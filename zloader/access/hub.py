@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from zloader.access.object_files import ObjectFiles, ObjectScheme, kept_store, read_once, status_of
+from zloader.access.object_files import ObjectFiles, ObjectScheme, kept_store, obstore_errors, read_once, status_of
 from zloader.access.scheme import ReadRange, libraries
 from zloader.access.storage_options import require_known
 from zloader.common.concurrent_calls import aside
@@ -87,35 +87,7 @@ class Hub(ObjectScheme):
         return kept_store("HTTPStore", address, endpoint_url=address, headers=headers, retries=retries)
 
     def files(self, location: Any, *, asynchronous: bool) -> Any:
-        return _HubFiles(self.split(location)[0], self.store(location, retries=True), _api(location))
-
-    def zarr_store(self, location: Any) -> Any:
-        from obstore.exceptions import BaseError
-        from zarr.storage import WrapperStore
-
-        class Patient(WrapperStore[Any]):
-            """Reads once more after the time that the Hub names, if it answers 429."""
-
-            async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-                try:
-                    return await self._store.get(key, prototype, byte_range)
-                except BaseError as error:
-                    if status_of(error) != 429:
-                        raise
-                    try:
-                        await aside(_Addresses(location).look_up, key)
-                    except kind.errors() as limited:
-                        wait_s = kind.wait_s(limited)
-                        if wait_s > _MOST_WAIT_S:
-                            raise ReadError(
-                                f"cannot read {key} of {location.url}: the Hub limits how often it is asked (429), "
-                                f"and asks to wait {wait_s:.0f} s. Try again then"
-                            ) from error
-                        await asyncio.sleep(wait_s)
-                return await self._store.get(key, prototype, byte_range)
-
-        kind = self
-        return Patient(super().zarr_store(location))
+        return _HubFiles(location, self.store(location, retries=True))
 
     def read_range(self, location: Any) -> ReadRange | None:
         _api(location)
@@ -174,12 +146,45 @@ def _address(api: Any, root: str, path: str) -> str:
     return f"{api.endpoint}/{kind}{found['name']}/{inner}/{quote(path)}".rstrip("/")
 
 
+def _metadata(api: Any, address: str) -> Any:
+    """What the Hub says of a file. Raises the errors of huggingface_hub."""
+    from huggingface_hub import get_hf_file_metadata
+
+    return get_hf_file_metadata(address, token=api.token, endpoint=api.endpoint, timeout=_TIMEOUT_S)
+
+
 class _HubFiles(ObjectFiles):
     """The files of a repository at a commit, or of a bucket."""
 
-    def __init__(self, root: str, store: Any, api: Any) -> None:
+    def __init__(self, location: Any, store: Any) -> None:
+        root, _ = location.kind.split(location)
         super().__init__(root, store)
-        self._api, self._repository = api, _parts(root, root)
+        self._location, self._api, self._repository = location, _api(location), _parts(root, root)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        """Reads once more after the time that the Hub names, if it answers 429."""
+        try:
+            return super().cat_file(path, start, end)
+        except obstore_errors() as error:
+            if status_of(error) != 429:
+                raise
+            wait_s, key = self._wait_s(path), path.removeprefix(f"{self._location.path}/")
+            if wait_s > _MOST_WAIT_S:
+                raise ReadError(
+                    f"cannot read {key} of {self._location.url}: the Hub limits how often it is asked (429), and asks "
+                    f"to wait {wait_s:.0f} s. Try again then"
+                ) from error
+        time.sleep(wait_s)
+        return super().cat_file(path, start, end)
+
+    def _wait_s(self, path: str) -> float:
+        """The seconds that the Hub asks to wait, which obstore does not tell."""
+        kind = self._location.kind
+        try:
+            _metadata(self._api, _address(self._api, self.root, self.key(path)))
+        except kind.errors() as error:
+            return float(kind.wait_s(error))
+        return 0.0
 
     def _of_hub(self, found: Any) -> dict[str, Any]:
         """The tag is the commit, and the hash of the content that the Hub also sends as ETag."""
@@ -276,22 +281,15 @@ class _Addresses:
         async with self._turns:
             if self._found.limited is not None and time.monotonic() < self._found.silent_until:
                 raise self._found.limited
-            self._found.addresses[key] = found = await aside(self.look_up, key)
+            self._found.addresses[key] = found = await aside(self._look_up, key)
         return found
 
-    def look_up(self, key: str) -> _Address:
+    def _look_up(self, key: str) -> _Address:
         """Asks for the address of an object. Raises FileNotFoundError and the errors of huggingface_hub."""
-        from huggingface_hub import get_hf_file_metadata
-
         location, asked_s = self._location, time.monotonic()
         api, (root, prefix) = _api(location), location.kind.split(location)
         try:
-            found = get_hf_file_metadata(
-                _address(api, root, f"{prefix}/{key}".strip("/")),
-                token=api.token,
-                endpoint=api.endpoint,
-                timeout=_TIMEOUT_S,
-            )
+            found = _metadata(api, _address(api, root, f"{prefix}/{key}".strip("/")))
         except Exception as error:
             if wait_s := location.kind.wait_s(error):
                 self._found.silent_until, self._found.limited = time.monotonic() + wait_s, error

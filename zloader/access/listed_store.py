@@ -72,6 +72,9 @@ class ListedStore(Store):
             require_bytes(self._url, key, size, _end(byte_range))
         path, names = self._codecs_of(key)
         require_packages(names, f"{path} of {self._url}")
+        if size is not None and isinstance(byte_range, SuffixByteRequest | OffsetByteRequest):
+            part = slice_of(byte_range, size)  # not all servers know ranges without an end
+            byte_range = RangeByteRequest(part.start, part.stop)
         wanted = _length(byte_range, size)
         content = None if self._is_absent(key) else await self._read_translated(key, prototype, byte_range)
         if content is not None and len(content) < (wanted or 0):  # an answer that was cut short is complete next time

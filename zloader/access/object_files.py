@@ -4,6 +4,10 @@ obstore was chosen over fsspec's own clients because it needs half to a fifth of
 ETag of each answer (benchmarks/LOG.md). It retries listings and metadata a few times. Reads of chunks are single
 requests, which `zloader.reading.object_source` retries until its deadline. Functions import obstore, because local
 files do not need it.
+
+A read that is awaited ends in a thread of obstore, which needs Python's lock for a moment. If the interpreter has ended
+by then, the process aborts. So such reads are counted, and at exit, once the epochs have been closed, the last of them
+are waited for.
 """
 
 from __future__ import annotations
@@ -12,13 +16,15 @@ import email.utils
 import functools
 import re
 import sys
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from zloader.access.scheme import ReadRange, Scheme, claim_process
+from zloader.access.scheme import ReadRange, Scheme, claim_process, uses
 from zloader.access.stored_objects import Listing, StoredObject
 from zloader.common.concurrent_calls import concurrently
 
@@ -29,6 +35,8 @@ _FEW_REQUESTS = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 _STATUS = re.compile(r"status(?: code)?: (\d{3})")
 _DENIED = (401, 403, 407)
 _STORES: dict[str, Any] = {}  # of this process, each with its connections
+_AWAITED: weakref.WeakSet[Any] = weakref.WeakSet()  # reads that obstore still refers to
+_EXIT_S = 2.0  # that a process waits for them
 
 
 def kept_store(
@@ -109,10 +117,11 @@ class ObjectScheme(Scheme):
         return StoredObject(size=int(entry["size"]), tag=tag, stamp=tag)
 
     def zarr_store(self, location: Any) -> Any:
-        from zarr.storage import ObjectStore
+        from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+        from zarr.storage import FsspecStore
 
-        with location.translated("open"):
-            return ObjectStore(self.store(location, prefix=self.split(location)[1], retries=True), read_only=True)
+        files = AsyncFileSystemWrapper(location.filesystem(), asynchronous=True)
+        return FsspecStore(files, read_only=True, path=location.path)
 
     def read_range(self, location: Any) -> ReadRange | None:
         with location.translated("open"):
@@ -128,8 +137,31 @@ class ObjectScheme(Scheme):
 
 async def read_once(store: Any, key: str, start: int, stop: int) -> tuple[str, bytes]:
     """A range of an object, and the object's tag."""
-    result = await store.get_async(key, options={"range": (start, stop)})
-    return tag_of(result.meta), (await result.bytes_async()).to_bytes()
+    result = await awaited(store.get_async(key, options={"range": (start, stop)}))
+    return tag_of(result.meta), (await awaited(result.bytes_async())).to_bytes()
+
+
+async def awaited(read: Any) -> Any:
+    """The result of a future of obstore, which is waited for when the process ends."""
+    _AWAITED.add(read)
+    try:
+        return await read
+    finally:
+        del read  # a traceback must not keep it
+
+
+def _finish_reads() -> None:
+    if not uses("obstore"):  # in a forked process they never end
+        return
+    until = time.monotonic() + _EXIT_S
+    while _AWAITED and time.monotonic() < until:
+        repr(next(iter(_STORES.values())))  # any call of obstore drops what its threads have left to be dropped
+        time.sleep(0.001)
+    time.sleep(0.005)  # a thread that has just dropped a read gives back Python's lock
+
+
+# Epochs end by finalizers, too. They are made later, so they run earlier.
+weakref.finalize(_finish_reads, _finish_reads)
 
 
 class ObjectFiles(AbstractFileSystem):  # type: ignore[misc]
@@ -205,10 +237,16 @@ class ObjectFiles(AbstractFileSystem):  # type: ignore[misc]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """The bytes of an object, or of a range of it."""
-        options: Any = {} if end is None else {"range": (start or 0, end)}
+        key = self.key(path)
+        within: Any = (start or 0, end)
+        if end is None:
+            within = {"suffix": -start} if start and start < 0 else {"offset": start} if start else None
         try:
-            return bytes(self._store.get(self.key(path), options=options).bytes())
+            return bytes(self._store.get(key, options={"range": within} if within else {}).bytes())
         except obstore_errors() as error:
+            if type(error).__name__ == "NotSupportedError" and start and start < 0:  # as in Azure
+                size = self.head(key)["size"]
+                return self.cat_file(path, max(0, size + start), size)
             if status_of(error) == 416:  # the object ends before the range begins
                 return b""
             raise

@@ -98,6 +98,11 @@ def libraries(scheme: str, needed: str, extra: str) -> Iterator[None]:
         ) from error
 
 
+def uses(library: str) -> bool:
+    """Whether this process is the one that first used a library."""
+    return _first_users.get(library) == os.getpid()
+
+
 def claim_process(library: str) -> None:
     """Raises ForkError in a process that was forked from one that has used this library.
 

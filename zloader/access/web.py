@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from fsspec.asyn import get_loop, sync
 
-from zloader.access.object_files import ObjectScheme, kept_store, status_of, tag_of
+from zloader.access.object_files import ObjectScheme, awaited, kept_store, status_of, tag_of
 from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
 from zloader.common.errors import OptionError, StoreError
 
@@ -84,8 +84,8 @@ async def _stored_object(store: Any, key: str, url: str) -> StoredObject | None:
     from obstore.exceptions import BaseError, NotSupportedError
 
     try:
-        result = await store.get_async(key, options={"range": (0, 1)})
-        await result.bytes_async()
+        result = await awaited(store.get_async(key, options={"range": (0, 1)}))
+        await awaited(result.bytes_async())
     except FileNotFoundError:
         return None
     except BaseError as error:
@@ -93,7 +93,7 @@ async def _stored_object(store: Any, key: str, url: str) -> StoredObject | None:
             return None
         if status_of(error) != 416 and not isinstance(error, NotSupportedError):
             raise
-        result = await store.get_async(key)
+        result = await awaited(store.get_async(key))
         if result.meta["size"]:  # not an empty object, which has no first byte
             raise StoreError(
                 f"the server of {url}/{key} does not support byte ranges, which reading shards requires: it answered a "
