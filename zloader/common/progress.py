@@ -21,11 +21,12 @@ class _AmountColumn(ProgressColumn):
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        of = "" if task.total is None else f" of {self._amount(task.total)}"
-        return Text(f"{self._amount(task.completed)}{of}, {self._amount(task.finished_speed or task.speed or 0.0)}/s")
-
-    def _amount(self, n: float) -> str:
-        return size(n) if self._unit == "bytes" else f"{n:,.0f} {self._unit}"
+        done, total, speed = (
+            None if n is None else size(n) if self._unit == "bytes" else f"{n:,.0f}"
+            for n in (task.completed, task.total, task.finished_speed or task.speed or 0.0)
+        )
+        unit = "" if self._unit == "bytes" else f" {self._unit}"
+        return Text(f"{done}{'' if total is None else f' of {total}'}{unit}, {speed}{unit}/s")
 
 
 class Bars:
