@@ -63,14 +63,14 @@ class Batches:
     """The rows by the values of an obs column, or all rows as one batch.
 
     `values` are those of the batches, ascending, `labels` what they stand for, and `n_obs` the numbers of their rows.
-    `find_column` returns the column of all rows of the dataset.
+    `column` is the column of all rows of the dataset.
     """
 
     n_obs: NDArray[np.int64]
     name: str | None = None
     values: NDArray[Any] | None = None
     labels: Sequence[Any] = ()
-    find_column: Callable[[], ObsColumn] | None = None
+    column: ObsColumn | None = None
 
     def split(self, minibatch: MinibatchArrays) -> Iterator[tuple[int, CsrArrays]]:
         """The number of each batch that has some of these rows, and its rows."""
@@ -148,7 +148,7 @@ class StatisticsPass:
         return found
 
     def _recipe(self, sum_up: SumUp) -> Recipe:
-        x, find_column = self.x, self.batches.find_column
+        x, column = self.x, self.batches.column
         parts = self.matrices.parts(x, self.options)
         exact = all(np.can_cast(part.matrix.values.dtype, np.float32, "safe") for part in parts)
         dtype = "float32" if exact else "float64"
@@ -162,7 +162,7 @@ class StatisticsPass:
             x={x: parts},
             form=Form(dense=False, dtype=dtype),
             transforms={x: transforming} if listed else {},
-            columns=RowColumns(obs=lambda: {} if find_column is None else {str(self.batches.name): find_column()}),
+            columns=RowColumns(obs=lambda: {} if column is None else {str(self.batches.name): column}),
             cutting=Cutting(cut=cut, grows=len(self.batches.n_obs) > 1),
             sweeping=self.n_obs if self.n_obs == self.dataset_rows else 0,
         )
@@ -252,8 +252,8 @@ def _described(value: Any) -> Any:
     return value
 
 
-def batches_of(name: str, of_rows: ObsColumn, find_column: Callable[[], ObsColumn]) -> Batches:
-    """The batches of some rows by an obs column.
+def batches_of(name: str, of_rows: ObsColumn, column: ObsColumn) -> Batches:
+    """The batches of some rows by an obs column, given it for these rows and for all.
 
     Raises OptionError for rows without a label, and for batches of a single row, which has no variance.
     """
@@ -271,7 +271,7 @@ def batches_of(name: str, of_rows: ObsColumn, find_column: Callable[[], ObsColum
             f"batches of obs column {name!r} that have a single row, and so no variance: {listed(alone, 3)}. Leave "
             "these rows out, or take another column"
         )
-    return Batches(n_obs=n_obs, name=name, values=values, labels=list(labels), find_column=find_column)
+    return Batches(n_obs=n_obs, name=name, values=values, labels=list(labels), column=column)
 
 
 def _base(transforms: Sequence[Transform], stores: Iterable[OpenedStore]) -> float | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -408,8 +407,7 @@ class Table:
             )
         batches = Batches(n_obs=np.array([self.n_obs]))
         if batch_key is not None:
-            find_column = partial(self.observations.column, batch_key)
-            batches = batches_of(batch_key, self.obs_column(batch_key), find_column)
+            batches = batches_of(batch_key, self.obs_column(batch_key), self.observations.column(batch_key))
         return StatisticsPass(
             matrices=self.matrices.of_all_genes,
             x=x,
