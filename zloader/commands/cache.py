@@ -234,7 +234,9 @@ class ClearFlags:
     directory: _Directory
     stale: Annotated[
         bool,
-        typer.Option("--stale", help="Delete only mirrors of stores that have changed since."),
+        typer.Option(
+            "--stale", help="Delete only mirrors of stores that have changed since, and of older versions of zloader."
+        ),
     ] = False
     url: Annotated[str | None, typer.Option(metavar="URL", help="Delete only mirrors of this store.")] = None
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False

@@ -179,7 +179,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "panel": Scenario(
         title="A panel of genes",
         question="How fast are warm epochs of the most variable genes alone, on which many models train? From the data "
-        "of all genes, zloader keeps only the values of these genes in its compact mirror; the other loaders read "
+        "of all genes, zloader keeps only the values of these genes in a mirror of its own; the other loaders read "
         "whole cells, and the genes are cut out of what they have read. The data set called panel has no other genes: "
         "it was written once for this panel, converted for each tool, and another panel needs another one.",
         of="of a panel of genes",
@@ -284,7 +284,7 @@ TERMS: Mapping[str, str] = {
     "Block, fetch": "A block is neighbouring cells that stay together in an epoch. A fetch is the blocks that are "
     "loaded and mixed at the same time; its size is given in minibatches.",
     "Cold, warm": "In a cold epoch all values come from the store. In a warm epoch of zloader they come from its "
-    "mirror, which holds them decoded on the local disk.",
+    "mirror, which holds decoded rows on the local disk.",
     "GET": "One request to the bucket.",
     "CPU seconds": "The time that all threads of a process spend on the processor, in user and in kernel mode.",
     "Peak memory": "The most memory that a process had at once (peak RSS), which includes Python and its libraries. "
