@@ -66,6 +66,7 @@ class OpenedFile(OpenedStore):
         self._folder, self.name = file_of(location)
         self._listed = Listing([(self.name, objects[""])])
         self._layouts: dict[str, ArrayLayout] = {}  # by path
+        self._is_compared = False
         super().__init__(location, objects, origin=origin, cache=cache, offline=offline)
         self.read_from, self._read_objects, self._sizes = self._folder, self._listed, self._listed.sizes
         self._settle()
@@ -84,6 +85,8 @@ class OpenedFile(OpenedStore):
             offline=self.offline,
         )
         try:
+            if not is_local:
+                self._file.load_ends()
             return open_hdf5(self._file, self.location.url, conversion_of(self.location))
         except ZloaderError:
             raise
@@ -96,13 +99,17 @@ class OpenedFile(OpenedStore):
             ) from error
 
     def _settle(self) -> None:
-        """Keeps what was read of the file. Raises StoreChangedError if that is no longer the one that was listed."""
-        if self._file.has_read and self.location.scheme != "file":  # a local one is compared at each read
-            self._file.has_read = False
+        """Keeps what was read of the file. Raises StoreChangedError if that is no longer the one that was listed.
+
+        A local file is compared at each read, one on a server when it is opened, and before anything of it is kept.
+        """
+        is_due = self.mirror_directory is not None or not self._is_compared
+        if self._file.has_news and is_due and self.location.scheme != "file":
             if self._folder.find_object(self.name) != self._listed[self.name]:
                 raise StoreChangedError(
                     f"{self.location.url} has changed since it was opened. Open it again, once it is complete"
                 )
+            self._file.has_news, self._is_compared = False, True
         self._file.settle()
 
     def _passing(self, path: str) -> Any:

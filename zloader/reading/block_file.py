@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -35,6 +36,8 @@ Read = Callable[[list[Piece]], list[bytes]]
 
 _MOST_LEVELS = 8  # of a tree; a damaged one may be circular
 _AT_ONCE = 64  # requests
+_FIRST, _LAST = 16, 48  # blocks that are read when a remote file is opened: anndata writes obs and var last
+_MOST_SETTLED = 256  # blocks, 4 MiB, that stay in memory between uses
 
 
 def reader_of(location: Location, objects: Listing, name: str) -> Read:
@@ -43,7 +46,6 @@ def reader_of(location: Location, objects: Listing, name: str) -> Read:
     A file on a server is read by zarr's thread with the library that reads the metadata of stores, so that the process
     can still be forked.
     """
-    deadline_s = FetchOptions().deadline_s
     if location.scheme == "file":
         source = FileSource(location, objects, FetchOptions())
 
@@ -62,11 +64,12 @@ def reader_of(location: Location, objects: Listing, name: str) -> Read:
         return content.to_bytes()
 
     def read_object(pieces: list[Piece]) -> list[bytes]:
+        deadline_s = FetchOptions().deadline_s
         try:
             return sync(concurrent_map(pieces, get, _AT_ONCE), timeout=deadline_s)
         except TimeoutError as error:
             raise DeadlineError(
-                f"{name} of {location.url} could not be read within {deadline_s:.0f} s. Is the server overloaded, down "
+                f"{name} of {location.url} could not be read within {deadline_s} s. Is the server overloaded, down "
                 "or unreachable?"
             ) from error
 
@@ -94,7 +97,7 @@ class BlockFile(io.RawIOBase):
         self._directory, self._offline = directory, offline
         self._blocks: dict[int, bytes] = {}
         self._new: dict[Piece, bytes] = {}  # to be kept
-        self.has_read = False  # from the file, since somebody has set this
+        self.has_news = False  # bytes of the file that were not compared with the listing yet
 
     def passing(self) -> BlockFile:
         """The same file, for h5py to open it once more. Nothing is kept of what is read from it."""
@@ -115,9 +118,15 @@ class BlockFile(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
+    def load_ends(self) -> None:
+        """Loads the first and the last blocks: at once, and before h5py takes its lock."""
+        n_blocks = -(-self._size // self.block_bytes)
+        self._load({*range(min(_FIRST, n_blocks)), *range(max(0, n_blocks - _LAST), n_blocks)})
+
     def settle(self) -> None:
-        """Keeps what was read, and drops it from memory: what was made of it is there. Any thread may call this."""
-        self._blocks = {}
+        """Keeps what was read, and drops all but the last of it from memory. Any thread may call this."""
+        if (n_more := len(self._blocks) - _MOST_SETTLED) > 0:
+            self._blocks = dict(itertools.islice(self._blocks.copy().items(), n_more, None))
         while self._new and self._directory is not None:
             (start, stop), content = self._new.popitem()
             save_object(self._directory, _key(start, stop), content)
@@ -191,7 +200,7 @@ class BlockFile(io.RawIOBase):
             start, stop = runs[0][0]
             raise CacheError(f"bytes {start}-{stop - 1} of the file are not in the cache: read it once online")
         if runs:
-            self.has_read = True
+            self.has_news = True
             stored = self._read([(run[0][0], run[-1][1]) for run in runs])
             new = {
                 (start, stop): content[start - run[0][0] : stop - run[0][0]]

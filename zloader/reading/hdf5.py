@@ -15,7 +15,7 @@ import io
 import math
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -72,8 +72,7 @@ class Group:
 
     def __init__(self, native: h5py.Group, path: str, opened: _Opened) -> None:
         self.native, self.path, self._opened = native, path, opened
-        with opened.describing(path):
-            self.attrs = self.attributes = _attributes(native)
+        self.attrs = self.attributes = Attributes(native, path, opened)
 
     def __contains__(self, path: str) -> bool:
         """Whether there is a link of this name, whether or not it leads to something that can be read."""
@@ -172,7 +171,7 @@ class Array:
         """Raises FormatError for what is not read in place."""
         self.native, self.path, self._opened = native, path, opened
         with opened.describing(path):
-            self.attrs = self.attributes = _attributes(native)
+            self.attrs = self.attributes = Attributes(native, path, opened)
             if native.is_virtual:
                 raise opened.refused(path, "it is a virtual dataset, whose values lie in other files")
             if native.external is not None:
@@ -340,18 +339,32 @@ def _base_address(file: h5py.File) -> int:
 # ---- attributes
 
 
-def _attributes(native: Any) -> dict[str, Any]:
-    """The attributes as plain values. Those that have no such form are left out; references become paths."""
-    found = {}
-    for name in native.attrs:
-        try:
-            value = native.attrs[name]
-            found[str(name)] = _path_of(value, native) if isinstance(value, h5py.Reference) else _plain(value)
-        except ZloaderError:
-            raise
-        except (TypeError, OSError, ValueError):
-            continue
-    return found
+class Attributes(Mapping[str, Any]):
+    """The attributes of a node as plain values, each read when it is asked for: libhdf5 may crash on a damaged one.
+
+    Those that have no such form are absent. References are paths.
+    """
+
+    def __init__(self, native: Any, path: str, opened: _Opened) -> None:
+        self._native, self._path, self._opened = native, path, opened
+        self._found: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._found:
+            with self._opened.describing(self._path):
+                if name in self._native.attrs:
+                    with contextlib.suppress(TypeError):
+                        value = self._native.attrs[name]
+                        is_path = isinstance(value, h5py.Reference)
+                        self._found[name] = _path_of(value, self._native) if is_path else _plain(value)
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        with self._opened.describing(self._path):
+            return iter([str(name) for name in self._native.attrs])
+
+    def __len__(self) -> int:
+        return len(self._native.attrs)
 
 
 def _path_of(reference: h5py.Reference, native: Any) -> Any:

@@ -338,12 +338,12 @@ class FileHierarchy(Hierarchy):
 
     def _read_nodes(self, pool: Executor) -> dict[str, Mapping[str, Any]]:
         root = self._file.root
-        nodes: dict[str, Mapping[str, Any]] = {"": {"node_type": "group", "attributes": root.attrs}}
+        nodes: dict[str, Mapping[str, Any]] = {"": {"node_type": "group", "attributes": dict(root.attrs)}}
         for path, node in root.members():
             if isinstance(node, FormatError):
                 self._findings.add(path, node)
             else:
-                nodes[path] = {"node_type": "array" if is_array(node) else "group", "attributes": node.attrs}
+                nodes[path] = {"node_type": "array" if is_array(node) else "group", "attributes": dict(node.attrs)}
         return nodes
 
     def _open_arrays(self) -> Iterator[tuple[str, zarr.Array[Any]]]:
