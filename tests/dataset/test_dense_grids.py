@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from typer.testing import CliRunner
 
 import zloader as zl
 from zloader.commands.cli import app
-from zloader.common.errors import CorruptChunkError, FormatError
+from zloader.common.errors import CorruptChunkError, FormatError, ZloaderError
+from zloader.dataset import obsm_arrays
 from zloader.insight.cost import epoch_costs
 from zloader.insight.summary import summarize
 from zloader.reading import read_plan
@@ -46,6 +48,7 @@ def random_adata(rng: np.random.Generator, n_rows: int, n_genes: int, *, genes: 
     adata.obs["number"] = np.arange(n_rows)
     adata.layers["scaled"] = random_values(rng, (n_rows, n_genes), "f4")
     adata.obsm["X_pca"] = random_values(rng, (n_rows, int(rng.integers(1, 9))), "f4")
+    adata.obsm["cube"] = random_values(rng, (n_rows, int(rng.integers(1, 5)), int(rng.integers(1, 6))), "i2")
     raw = ad.AnnData(random_values(rng, (n_rows, n_genes + 3), "f8"))
     raw.var_names = [*adata.var_names, "other 0", "other 1", "other 2"]
     adata.raw = raw
@@ -58,7 +61,7 @@ FILTERS: list[Any] = [
     {"compression": "lzf", "fletcher32": True},
     hdf5plugin.Zstd(),
 ]
-MATRICES = ("X", "layers/scaled", "raw/X", "obsm/X_pca")
+MATRICES = ("X", "layers/scaled", "raw/X", "obsm/X_pca", "obsm/cube")
 
 
 def rewrite(root: Any, path: str, rng: np.random.Generator, *, zarr_format: int | None) -> None:
@@ -147,7 +150,8 @@ def test_random_grids_are_what_anndata_reads(tmp_path: Path, kind: str, seed: in
         taken = dataset.take(some, layers=["scaled"])
         np.testing.assert_array_equal(dense(taken), adata.X[some])
         np.testing.assert_array_equal(taken.layers["scaled"], adata.layers["scaled"][some])
-        np.testing.assert_array_equal(dataset.obsm_array("X_pca"), adata.obsm["X_pca"])
+        for name in ("X_pca", "cube"):
+            np.testing.assert_array_equal(dataset.obsm_array(name), adata.obsm[name])
     chosen = [dataset.var_names[gene] for gene in rng.permutation(n_genes)[: max(1, n_genes // 2)]]
     assert_epochs(dataset[:, chosen], np.asarray(adata[:, chosen].X), "X")
 
@@ -183,6 +187,7 @@ FORMS: dict[str, Any] = {
 VALUES = random_values(np.random.default_rng(0), (230, 40), "f4")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "options"), FORMS.values(), ids=FORMS.keys())
 def test_each_chunk_is_decoded_once_into_the_mirror(tmp_path: Path, name: str, options: Any) -> None:
     dataset = zl.open_dataset(grid_of(tmp_path / name, VALUES, (50, 7), **options), cache=tmp_path / "cache")
@@ -200,6 +205,7 @@ def test_each_chunk_is_decoded_once_into_the_mirror(tmp_path: Path, name: str, o
     assert loader.statistics().gets == 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "options"), FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_cost_is_what_an_epoch_spends(tmp_path: Path, name: str, options: Any, cached: bool) -> None:
@@ -246,6 +252,7 @@ def test_small_bands_are_read_together(tmp_path: Path, monkeypatch: pytest.Monke
         assert_epochs(zl.open_dataset(path, cache=tmp_path / "cache" if cached else None), VALUES, "X")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "options"), FORMS.values(), ids=FORMS.keys())
 def test_a_loader_resumes_anywhere(tmp_path: Path, name: str, options: Any) -> None:
     path = grid_of(tmp_path / name, VALUES, (50, 7), **options)
@@ -257,6 +264,7 @@ def test_a_loader_resumes_anywhere(tmp_path: Path, name: str, options: Any) -> N
         )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "options"), FORMS.values(), ids=FORMS.keys())
 def test_conversion_and_verification(tmp_path: Path, name: str, options: Any) -> None:
     path = grid_of(tmp_path / name, VALUES, (50, 7), **options)
@@ -337,3 +345,68 @@ def test_rows_in_too_many_parts_for_a_fetch_need_a_cache(tmp_path: Path) -> None
     for minibatch in loader:
         np.testing.assert_array_equal(minibatch.x, values[minibatch.index])
     assert_epochs(zl.open_dataset(path), values, "X")
+
+
+@pytest.mark.parametrize("kind", ["zarr 3", "h5ad"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_large_obsm_arrays_are_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, seed: int
+) -> None:
+    """Arrays of two and three dimensions, whose chunks hold parts of rows."""
+    monkeypatch.setattr(obsm_arrays, "_MOST_WHOLE", 0)
+    rng = np.random.default_rng(seed)
+    path = written(random_adata(rng, 90, 5), tmp_path / "a", kind, rng)
+    adata, dataset = read(path), zl.open_dataset(path, cache=tmp_path / "cache")
+    names = ["X_pca", "cube"]
+    assert dataset.observations.arrays.all_paged(names, zl.FetchOptions()).keys() == set(names)
+    loader = zl.Loader(dataset, obsm=names, framework="numpy", **LOADER)
+    for _ in range(2):
+        for minibatch in loader:
+            for name in names:
+                np.testing.assert_array_equal(minibatch.obsm[name], adata.obsm[name][minibatch.index])
+
+
+@pytest.mark.parametrize("name", ["a.zarr", "a.h5ad"])
+def test_grids_on_a_server(tmp_path: Path, sim: Any, name: str) -> None:
+    (tmp_path / "bucket").mkdir()
+    grid_of(tmp_path / "bucket" / name, VALUES, (50, 7), **({"shards": (100, 14)} if name == "a.zarr" else {}))
+    server = sim()
+    storage_options = {"key": "any", "secret": "any", "endpoint_url": server.url}
+    for cache in (None, tmp_path / "cache"):
+        dataset = zl.open_dataset(f"s3://bucket/{name}", cache=cache, storage_options=storage_options)
+        assert_epochs(dataset, VALUES, "X")
+
+
+HOSTILE: dict[str, Any] = {
+    "huge array": {"shape": [10**15, 10**9], "chunks": [10**6, 1000]},
+    "huge chunk": {"chunks": [10**15, 10**9]},
+    "huge chunk of part of a row": {"chunks": [10**15, 3]},
+    "one column of many": {"shape": [230, 10**12], "chunks": [50, 1]},
+    "more dimensions": {"chunks": [50, 7, 1]},
+    "fewer dimensions": {"chunks": [50]},
+    "negative": {"chunks": [50, -7]},
+    "no columns": {"chunks": [50, 0]},
+    "a fraction": {"chunks": [50, 7.5]},
+    "more rows than stored": {"chunks": [60, 7]},
+}
+
+
+@pytest.mark.every(4)
+@pytest.mark.filterwarnings("ignore:Writing zarr v2")
+@pytest.mark.parametrize("changes", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("cached", [False, True])
+def test_metadata_that_lie_end_in_our_errors(tmp_path: Path, changes: Any, cached: bool) -> None:
+    path = tmp_path / "a.zarr"
+    with ad.settings.override(zarr_write_format=2):
+        ad.AnnData(VALUES).write_zarr(path, chunks=(50, 7))
+    (path / ".zmetadata").unlink(missing_ok=True)
+    document = json.loads((path / "X/.zarray").read_text())
+    assert document["chunks"] == [50, 7]
+    (path / "X/.zarray").write_text(json.dumps(document | changes))
+
+    def read_all() -> None:
+        dataset = zl.open_dataset(path, cache=tmp_path / "cache" if cached else None)
+        list(zl.Loader(dataset, **LOADER, options=zl.FetchOptions(memory="64MiB")))
+
+    with pytest.raises(ZloaderError):
+        read_all()
