@@ -12,10 +12,10 @@ import pytest
 from helpers import PATIENCE_S, counts, write_store
 
 from zloader.access.credentials import s3_access
-from zloader.access.kvstore import Credentials
 from zloader.caching.atomic_files import cached_path
 from zloader.caching.leases import Leases
 from zloader.common.machine import available_cores
+from zloader.reading.tensorstore_reader import Credentials
 
 # The libraries are imported first, because they have their own ways to find out the platform.
 _WITHOUT_LINUX = """

@@ -21,7 +21,7 @@ from helpers import PATIENCE_S, counts, fill_bucket, write_store
 from benchmarks.harness import measuring
 from benchmarks.harness.cloud import Cloud, LinkSpeed, cloud
 from benchmarks.harness.s3 import tls
-from zloader.access.kvstore import trust_bundle
+from zloader.reading.tensorstore_reader import trust_bundle
 
 pytestmark = [
     pytest.mark.any_version,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FUTURE = [DeprecationWarning, PendingDeprecationWarning, FutureWarning]
-OURS = ["zloader", "zloader.access.retry", "__main__", *(path.stem for path in Path(__file__).parent.rglob("*.py"))]
+OURS = ["zloader", "zloader.reading.retry", "__main__", *(path.stem for path in Path(__file__).parent.rglob("*.py"))]
 
 
 def caller_in(module: str) -> Callable[..., None]:

@@ -23,9 +23,9 @@ from helpers import counts, digest, web_server, write_store
 import zloader as zl
 from benchmarks.harness.s3 import Sim
 from zloader.access.credentials import s3_access
-from zloader.access.kvstore import Credentials, kvstore_spec
 from zloader.access.location import Location
 from zloader.common.errors import AccessDeniedError, StoreError
+from zloader.reading.tensorstore_reader import Credentials, kvstore_spec
 
 pytestmark = pytest.mark.any_version
 

@@ -22,8 +22,6 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from benchmarks.harness.s3 import Sim
-from zloader.access import retry
-from zloader.access.retry import classify_failure
 from zloader.common.errors import (
     AccessDeniedError,
     CorruptChunkError,
@@ -34,7 +32,8 @@ from zloader.common.errors import (
     StoreError,
     TruncatedObjectError,
 )
-from zloader.reading import object_source
+from zloader.reading import object_source, retry
+from zloader.reading.retry import classify_failure
 
 pytestmark = pytest.mark.any_version
 

@@ -1,9 +1,9 @@
 """Reads the bytes of chunks of remote stores, one ranged GET per span.
 
-A RangeReader makes single attempts through TensorStore (tensorstore_reader.py: S3) or obstore (obstore_reader.py: all
-other schemes). Here they are retried after pauses, until the deadline, and each answer is compared with the object that
-was listed. A read that stalls ends when its connection is
-closed, as TensorStore and obstore do once it has received nothing for 20 s, or at the deadline.
+A RangeReader makes single attempts through TensorStore (tensorstore_reader.py: S3) or obstore (all other schemes). Here
+they are retried after pauses, until the deadline, and each answer is compared with the object that was listed. A read
+that stalls ends when its connection is closed, as TensorStore and obstore do once it has received nothing for 20 s, or
+at the deadline.
 """
 
 from __future__ import annotations
@@ -17,15 +17,28 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zloader.access.location import Location
-from zloader.access.retry import Answer, ReadFailure, pause_s, settled, truncated
+from zloader.access.object_files import status_of
+from zloader.access.scheme import ReadRange
 from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import DeadlineError, StoreChangedError, TruncatedObjectError
 from zloader.common.locks import cached_property
+from zloader.common.messages import reason_of
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
+from zloader.reading.retry import (
+    MISSING,
+    RANGE_IGNORED,
+    Answer,
+    ReadFailure,
+    denied,
+    pause_s,
+    settled,
+    truncated,
+)
 
 _log = logging.getLogger("zloader")
+_PASSING = (408, 425, 429)  # statuses below 500 that pass
 _WARN_S = 5.0  # a read retried for longer than this logs a warning, at most one warning per such interval
 
 
@@ -202,12 +215,42 @@ class ObjectSource:
         )
 
 
+class _ObstoreReader:
+    """Reads through obstore: all schemes but s3://, and buckets of S3 whose requester pays."""
+
+    def __init__(self, location: Location, read_range: ReadRange) -> None:
+        self._location, self._read_range = location, read_range
+
+    async def start(self, spans: Sequence[Span]) -> list[Any]:
+        return [asyncio.ensure_future(self._read_range(span.key, span.start, span.stop)) for span in spans]
+
+    def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
+        if (error := read.exception()) is not None:
+            return self._failure(error)
+        tag, stored = read.result()
+        return Answer(tag=tag.encode(), stored=stored)
+
+    def _failure(self, error: BaseException) -> ReadFailure:
+        from obstore.exceptions import NotSupportedError
+
+        answer, kind, status = reason_of(error), self._location.kind, status_of(error)
+        if kind.is_denial(error):
+            return denied(answer, kind.advice, attempts=kind.attempts_if_denied)
+        if isinstance(error, FileNotFoundError):
+            return MISSING
+        if isinstance(error, NotSupportedError):
+            return RANGE_IGNORED
+        if status == 416:
+            return truncated(answer)
+        if "redirect" not in answer and (status is None or status >= 500 or status in _PASSING):
+            return ReadFailure(answer=answer, wait_s=kind.wait_s(error))
+        return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
+
+
 def _reader(location: Location) -> RangeReader:
     """The library that reads a location is imported here, so that a process loads only that one."""
     if (read_range := location.kind.read_range(location)) is not None:
-        from zloader.reading.obstore_reader import ObstoreReader
-
-        return ObstoreReader(location, read_range)
+        return _ObstoreReader(location, read_range)
     from zloader.reading.tensorstore_reader import TensorStoreReader
 
     return TensorStoreReader(location)

@@ -1,19 +1,27 @@
-"""Single ranged GETs through TensorStore. This is the only module that imports it."""
+"""Single ranged GETs of s3:// through TensorStore. This is the only module that imports it.
+
+Options, environment variables and profiles have the same meaning here as for s3fs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 
-from zloader.access.kvstore import Credentials, kvstore_spec
+from zloader.access.credentials import S3Access, s3_access
 from zloader.access.location import Location
-from zloader.access.retry import MISSING, Answer, ReadFailure, classify_failure
 from zloader.access.scheme import claim_process
+from zloader.common.descriptors import close_with
 from zloader.common.errors import StoreError
 from zloader.common.records import Span
+from zloader.reading.retry import MISSING, Answer, ReadFailure, classify_failure
 
 
 class TensorStoreReader:
@@ -44,3 +52,84 @@ async def _open_kvstore(location: Location, credentials: Credentials) -> Any:
         return await ts.KvStore.open(kvstore_spec(location, credentials))
     except (ValueError, OSError) as error:
         raise StoreError(f"cannot open {location.url}: {error}") from error
+
+
+def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]:
+    """TensorStore's spec of the key-value store at a remote `location`. Raises AccessDeniedError and OptionError."""
+    set_curl_timeouts()
+    trust_bundle()
+    bucket, _, prefix = location.path.partition("/")
+    return _s3(bucket, prefix + "/" if prefix else "", s3_access(location.storage_options), credentials)
+
+
+def set_curl_timeouts() -> None:
+    """Sets when TensorStore's curl gives up. It reads these variables once per process."""
+    # curl drops a connection that stalls for this long. The deadline of FetchOptions bounds the whole read.
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")  # default: 30 s, too long for retries
+
+
+def trust_bundle() -> None:
+    """Has TensorStore trust the certificate authorities that botocore trusts. It reads this once per process."""
+    if bundle := os.environ.get("AWS_CA_BUNDLE"):
+        os.environ.setdefault("TENSORSTORE_CA_BUNDLE", bundle)
+
+
+def _s3(bucket: str, prefix: str, access: S3Access, credentials: Credentials) -> dict[str, Any]:
+    spec: dict[str, Any] = {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": prefix,
+        "aws_credentials": credentials.spec(access),
+    }
+    if access.endpoint:
+        spec["endpoint"] = access.endpoint
+    if access.region:
+        spec["aws_region"] = access.region
+    return spec | {
+        # The fetch bounds the bytes in flight. This limit only has to be high enough not to interfere.
+        "s3_request_concurrency": {"limit": 256},
+        # retry.py retries, within a deadline. TensorStore's own retries would go on for 15 minutes.
+        "s3_request_retries": {"max_retries": 0},
+    }
+
+
+class Credentials:
+    """Passes S3 credentials to TensorStore.
+
+    TensorStore reads a key and a secret only from a file or the environment. They are passed in an anonymous in-memory
+    file that exists as long as this object; on macOS, which has no such files, in a temporary file that only its owner
+    can read.
+    """
+
+    _end: weakref.finalize[..., Any] | None = None
+
+    def spec(self, access: S3Access) -> dict[str, str]:
+        """TensorStore's `aws_credentials`."""
+        if access.secrets:
+            return self._in_memory(**access.secrets)
+        if access.provider == "default" and access.profile:
+            return {"type": "default", "profile": access.profile}
+        return {"type": access.provider}
+
+    def _in_memory(self, *, key: str, secret: str = "", token: str = "") -> dict[str, str]:
+        secrets = {"aws_access_key_id": key, "aws_secret_access_key": secret, "aws_session_token": token}
+        lines = [f"{name} = {value}" for name, value in secrets.items() if value]
+        if self._end is not None:
+            self._end()
+        if hasattr(os, "memfd_create"):
+            file = os.memfd_create("zloader-credentials", os.MFD_CLOEXEC)
+            path = f"/proc/self/fd/{file}"
+            self._end = close_with(self, file)
+        else:
+            file, path = tempfile.mkstemp(prefix="zloader-credentials-")  # mode 0600
+            self._end = weakref.finalize(self, _end_temporary, file, path, os.getpid())
+        os.write(file, "\n".join(["[zloader]", *lines, ""]).encode())
+        return {"type": "profile", "profile": "zloader", "credentials_file": path, "config_file": os.devnull}
+
+
+def _end_temporary(file: int, path: str, pid: int) -> None:
+    os.close(file)
+    if pid == os.getpid():  # not a copy in a forked process
+        Path(path).unlink(missing_ok=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zloader.access.retry import classify_failure
 from zloader.common.errors import AccessDeniedError, ReadError, TruncatedObjectError
+from zloader.reading.retry import classify_failure
 
 pytestmark = pytest.mark.any_version
 
