@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,19 @@ def check(offsets: RowOffsets, rows: np.ndarray) -> None:
     np.testing.assert_array_equal(starts, ROW_VALUES * rows)
     np.testing.assert_array_equal(stops, ROW_VALUES * (rows + 1))
     assert starts.dtype == stops.dtype == np.int64
+
+
+def test_what_is_read_whole_is_read_once_by_threads_that_need_it_at_once():
+    stored, together = Stored(1000), threading.Barrier(8)
+    offsets = paged(stored)
+
+    def use(_: int) -> None:
+        together.wait()
+        check(offsets, np.arange(1000))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, range(8)))
+    assert stored.n_read == 1001
 
 
 def test_a_few_of_a_billion_rows_need_a_few_pages():

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError
+from zloader.common.locks import forkable_lock
 from zloader.common.records import Rows
 
 # In entries.
@@ -43,6 +44,7 @@ class RowOffsets:
         self._width = n_entries if n_entries <= MOST_WHOLE else max(1, chunk) * max(1, _PAGE // max(1, chunk))
         self._n_zeros = 0  # so many pages, from the first on, are known to be 0
         self._kept: dict[int, Page] = {} if kept is None else kept
+        self._lock = forkable_lock()
 
     @property
     def is_whole(self) -> bool:
@@ -88,16 +90,22 @@ class RowOffsets:
 
     def _page(self, number: int) -> Page:
         page = self._kept.get(number)
-        if page is None:
-            start = number * self._width
-            values = self._read(start, min(start + self._width, self.n_entries)).astype(np.int64, copy=False)
-            self._require_ascending(number, start, values)
-            differences = values - values[0]
-            page = int(values[0]), differences.astype(np.uint32) if differences[-1] < 1 << 32 else differences
-            self._kept[number] = page
-            if len(self._kept) > max(1, _MOST_KEPT // self._width):  # the one that has been there longest goes
-                oldest, *_ = list(self._kept)  # at once, because other epochs may change it
-                self._kept.pop(oldest, None)
+        if page is None and self.is_whole:  # which several reads wait for
+            with self._lock:
+                page = self._kept.get(number)
+                return self._read_page(number) if page is None else page
+        return self._read_page(number) if page is None else page
+
+    def _read_page(self, number: int) -> Page:
+        start = number * self._width
+        values = self._read(start, min(start + self._width, self.n_entries)).astype(np.int64, copy=False)
+        self._require_ascending(number, start, values)
+        differences = values - values[0]
+        page = int(values[0]), differences.astype(np.uint32) if differences[-1] < 1 << 32 else differences
+        self._kept[number] = page
+        if len(self._kept) > max(1, _MOST_KEPT // self._width):  # the one that has been there longest goes
+            oldest, *_ = list(self._kept)  # at once, because other epochs may change it
+            self._kept.pop(oldest, None)
         return page
 
     def _require_ascending(self, number: int, start: int, values: Rows) -> None:
