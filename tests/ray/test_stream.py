@@ -26,7 +26,6 @@ import zloader as zl
 from zloader.common.errors import OptionError, ProducerError, StoreError
 from zloader.dataset import obsm_arrays
 from zloader.reading.bridge import Bridge
-from zloader.reading.column_rows import PagedColumn
 from zloader.reading.resources import Counters
 from zloader.testing import assert_resumes_anywhere
 from zloader.training.devices import PlainDevice
@@ -552,24 +551,8 @@ def on_a_simulated_server(store, tmp_path, sim, monkeypatch) -> tuple[Any, zl.Lo
 
 
 @pytest.mark.any_version
-def test_fetches_share_no_source_of_a_large_column(cluster, on_a_simulated_server):
-    _, loader = on_a_simulated_server
-    producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes))
-    recipe = producer._producer._opened(0, producers.pickled(loader.plan(0)))[1]
-    fetches = [recipe.with_parts(producer._producer._recipes.own_parts) for _ in range(2)]
-    assert len(recipe.columns.paged) == 1
-    columns = [each.columns for each in (recipe, *fetches)]
-    sources = [part.source for each in columns for column in each.paged for part in column.parts]
-    assert len(set(map(id, sources))) == 3
-    for of_fetch in columns[1:]:
-        found = [*of_fetch.obs().values(), *of_fetch.obsm().values()]
-        assert [each for each in found if isinstance(each, PagedColumn)] == list(of_fetch.paged)
-
-
-@pytest.mark.any_version
 def test_two_fetches_at_once_read_large_columns(cluster, on_a_simulated_server):
-    """Each has its own event loop."""
+    """Each has its own event loop, and sources of its own."""
     _, loader = on_a_simulated_server
     producer = producers.Actor()
     producer.open(producers.pickled(loader.recipes))

@@ -59,7 +59,7 @@ def part_of(store: Path) -> MatrixPart:
 
 def scheduler_of(part, source, *, mirror=None, options=None) -> FetchScheduler:
     """Reads one part from `source`."""
-    part = replace(part, source=source, mirror=mirror)
+    part = replace(part, open_source=lambda: source, mirror=mirror)
     recipe = Recipe(x={"X": [part]}, form=Form(dense=False, dtype="int64"))
     return FetchScheduler(recipe, options or zl.FetchOptions(), BufferPool())
 
@@ -183,7 +183,7 @@ def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path):
     blocks = mirror.rows.blocks(np.flatnonzero(in_shard))
 
     async def run():
-        parts, leases = [replace(part, source=failing, mirror=mirror)], others.leases()
+        parts, leases = [replace(part, open_source=lambda: failing, mirror=mirror)], others.leases()
         with opened_readers(parts, zl.FetchOptions(), Counters(), sweeping=0) as [reader]:
             with pytest.raises(ExceptionGroup) as raised:
                 await reader.fill_mirror(blocks, 0)
@@ -406,7 +406,7 @@ def test_values_beyond_2_to_the_32(tmp_path, mirrored):
         matrix=matrix,
         indptr=offsets_in_memory(indptr),
         object_sizes=EveryObject(),
-        source=Endless(),
+        open_source=Endless,
         mirror=None,
     )
     rows = np.array([5, 1, 3, 6, 1]) * size + size - 1

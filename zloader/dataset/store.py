@@ -277,12 +277,14 @@ class OpenedStore(StoredElements):
         )
         if offsets is not None and offsets.is_whole and mirror is None:
             offsets.load()  # now, while those of other stores are read
+        # Imports the client, which a process that is forked while another thread imports it could never import.
+        self.source(options, matrix.path)
         return MatrixPart(
             url=self.location.url,
             matrix=matrix,
             indptr=offsets,
             object_sizes=self._sizes if transposed is None else transposed.sizes,
-            source=self.source(options, matrix.path),
+            open_source=partial(self.source, options, matrix.path),
             mirror=mirror,
             genes=genes,
             row_of=self.row_of(matrix.path),

@@ -26,7 +26,6 @@ from zloader.common.records import MinibatchArrays
 from zloader.order.plan import Remaining
 from zloader.producing.producer import CarriedError, Groups, Producer, carried
 from zloader.producing.shared_memory import Memory, Packed, Slots, value_of
-from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.recipe import Cutting, Recipe
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zloader.producing.engine import main; main()"
@@ -221,11 +220,6 @@ class _InSlots:
         recipe = self.recipes.recipe(epoch, self.slots)
         cutting = Cutting(cut=lambda together, cuts: [Uncut(together, cuts)], most=_MOST, groups=_GROUPS)
         return replace(recipe, cutting=cutting)
-
-    def own_parts(self, parts: Sequence[MatrixPart]) -> list[MatrixPart]:
-        """The parts of an array in all stores, with sources of their own."""
-        own: list[MatrixPart] = self.recipes.own_parts(parts)
-        return own
 
 
 def _received(pipe: socket.socket, n_bytes: int) -> bytes:

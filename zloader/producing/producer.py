@@ -24,7 +24,6 @@ from zloader.common.options import FetchOptions
 from zloader.order.plan import Fetch, Plan, Remaining
 from zloader.producing.window import LANES
 from zloader.reading.fetch import FetchScheduler
-from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.matrix_rows import held_share
 from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
@@ -87,9 +86,6 @@ class Recipes(Protocol):
     def recipe(self, epoch: int) -> Recipe:
         """How those of an epoch are made."""
 
-    def own_parts(self, parts: Sequence[MatrixPart]) -> list[MatrixPart]:
-        """The parts of an array in all stores, with sources of their own: a source belongs to one event loop."""
-
 
 class Groups(Iterator[tuple[Sequence[Any], Counters]]):
     """The minibatches of a fetch in the groups in which they are gathered, each with what was counted so far.
@@ -139,7 +135,7 @@ class Producer:
             ready_bytes=max(1, min(options.ready_bytes // LANES, ready_bytes)),
         )
         with carrying():
-            scheduler = FetchScheduler(recipe.with_parts(self._recipes.own_parts), options, self._buffers)
+            scheduler = FetchScheduler(recipe, options, self._buffers)
             return Groups(scheduler, epoch_plan.rest_of(remaining))
 
     def held(self, number: int, plan: Any, coming: Sequence[Remaining]) -> list[float]:

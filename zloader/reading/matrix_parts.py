@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -28,10 +28,10 @@ from zloader.storage.row_offsets import RowOffsets
 class MatrixPart:
     """One store's matrix. Its rows are consecutive rows of the dataset.
 
-    `url` names the store in messages. `indptr` looks up row offsets; None for a dense matrix.
-    `object_sizes` has the bytes per stored object. `genes` are the columns of x; None for the genes as stored.
-    `indexes` grows by the shard indexes that are read, by array and shard, so that all readers of this part read each
-    of them once.
+    `url` names the store in messages. `indptr` looks up row offsets; None for a dense matrix. `object_sizes` has the
+    bytes per stored object. `open_source` opens a source, which belongs to one event loop. `genes` are the columns of
+    x; None for the genes as stored. `indexes` grows by the shard indexes that are read, by array and shard, so that all
+    readers of this part read each of them once.
 
     `row_of` has the row of the matrix for each row of the store, or -1 where the matrix lacks it, and a minibatch has
     no values. None stands for the same rows.
@@ -41,7 +41,7 @@ class MatrixPart:
     matrix: MatrixLayout
     indptr: RowOffsets | None
     object_sizes: Mapping[str, int]
-    source: ByteSource
+    open_source: Callable[[], ByteSource]
     mirror: Mirror | None
     genes: ChosenGenes | None = None
     row_of: RowMap | None = None
@@ -91,7 +91,7 @@ def opened_readers(
             resources = Resources(
                 url=part.url,
                 options=options,
-                source=part.source,
+                source=part.open_source(),
                 object_sizes=part.object_sizes,
                 counters=counters,
                 threads=threads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,6 @@ from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.columns import ObsColumn
 from zloader.tokenizers.tokenizer import BoundTokenizer
-
-OwnParts = Callable[[Sequence[MatrixPart]], Sequence[MatrixPart]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +32,6 @@ class RowColumns:
     paged: Sequence[PagedColumn] = ()
     present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # columns whose missing labels were logged
-
-    def with_parts(self, own: OwnParts) -> RowColumns:
-        """The same with what `own` returns in place of the parts of each paged column."""
-        of_own = {column: replace(column, parts=own(column.parts)) for column in self.paged}
-
-        def swapped(columns: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: of_own[each] if isinstance(each, PagedColumn) else each for name, each in columns.items()}
-
-        return replace(self, obsm=lambda: swapped(self.obsm()), paged=list(of_own.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +86,3 @@ class Recipe:
         """The row before which each store ends."""
         parts = next(iter([*self.x.values(), *(column.parts for column in self.columns.paged)]), [])
         return np.cumsum([part.n_rows for part in parts], dtype=np.int64)
-
-    def with_parts(self, own: OwnParts) -> Recipe:
-        """The same with what `own` returns in place of the parts of each array, such as parts with other sources."""
-        x = {name: own(parts) for name, parts in self.x.items()}
-        return replace(self, x=x, columns=self.columns.with_parts(own))

@@ -24,7 +24,6 @@ from zloader.order.neighbors import Neighbors
 from zloader.order.sampling import Sampling
 from zloader.reading import gather
 from zloader.reading.forms import Form
-from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.reading.rehearsal import EPOCHS_IN_NUMPY, IN_NUMPY
 from zloader.training.batch_transform import BatchTransform, Made, made, require_function
@@ -213,11 +212,6 @@ class LoaderRecipes:
                 values = matrix.n_genes if dense else matrix.values.n_elements / max(1, matrix.n_rows)
                 per_row = max(per_row, values * (4 if dense else 8))
         return per_row * n_rows
-
-    def own_parts(self, parts: Sequence[MatrixPart]) -> list[MatrixPart]:
-        """The parts of an array in all stores, with sources of their own: a source belongs to one event loop."""
-        pairs = zip(parts, self.dataset.whole.stores, strict=True)
-        return [replace(part, source=store.source(self.options, part.matrix.path)) for part, store in pairs]
 
     def of_arrays(self, options: FetchOptions) -> LoaderRecipes:
         """The same for a process that gathers arrays. It does not import torch, unless the user's function needs it."""
