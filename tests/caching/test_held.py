@@ -241,7 +241,7 @@ def test_a_flipped_bit_is_found_and_only_its_block_is_read_again(whole, store, t
     mirror = zl.open_dataset(store, cache=copy.cache).store
     other = mirror.mirror(mirror.matrix("X")).rows
     assert verify(copy.directory) == [f"X: block {block} differs from its checksum"]
-    assert other.n_present == other.layout.n_chunks - 1, "every process that maps the file sees it at once"
+    assert other.held.chunks_held == other.layout.n_chunks - 1, "every process that maps the file sees it at once"
     del other
     assert verify(copy.directory) == [], "it is a miss now"
     copy.heals()

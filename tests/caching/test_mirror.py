@@ -555,7 +555,7 @@ def test_threads_that_open_a_new_cache_at_once_share_its_mirror(tmp_path, caplog
             assert [record.getMessage() for record in caplog.records] == []
             assert None not in mirrors
             _put(mirrors[attempt % n_threads].rows, 0, TRUTH)  # small dense rows are one block
-            assert [mirror.rows.n_present for mirror in mirrors] == [1] * n_threads  # all map the same file
+            assert [mirror.rows.held.chunks_held for mirror in mirrors] == [1] * n_threads  # all map the same file
 
 
 # ---- the directory
@@ -854,9 +854,9 @@ def test_only_blocks_that_have_disk_space_are_written(tmp_path):
     directory = MirrorDirectory(Cache(tmp_path, max_bytes="400kB"), PRINT, "store")
     file, content = RowsFile(directory, form), np.ones(64 * 4096, np.uint8)
     file.put(np.arange(64), np.arange(1, 65) * 4096, content)
-    assert 0 < file.n_present < 64
+    assert 0 < file.held.chunks_held < 64
     assert not file.writable
-    assert file.missing(np.arange(64)).tolist() == list(range(file.n_present, 64))
+    assert file.missing(np.arange(64)).tolist() == list(range(file.held.chunks_held, 64))
 
 
 # ------------------------------------------------------------------------------------------------ many blocks
@@ -868,7 +868,7 @@ def test_words_are_looked_at_in_windows(tmp_path, monkeypatch):
     file, held = RowsFile(_directory(tmp_path), form), [0, 7, 8, 39]
     for block in held:
         _put(file, block, np.ones((5 if block == 39 else 10, 4), "<u2"))
-    assert (file.n_present, file.present_bytes) == (4, 8 * (30 + 5))
+    assert (file.held.chunks_held, file.held.bytes_held) == (4, 8 * (30 + 5))
     file.record_verified()
     again = RowsFile(_directory(tmp_path), form)
     assert again.contains(np.array(held))
