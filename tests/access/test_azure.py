@@ -142,6 +142,14 @@ def test_a_store_that_is_the_whole_container(local: Path, blobs: Blobs) -> None:
     assert digest(loader(dataset)) == digest(loader(zl.open_dataset(local / "counts.zarr")))
 
 
+@needs_azurite
+def test_names_with_any_characters(local: Path, blobs: Blobs) -> None:
+    name = "Größe +1 %2F #2 &=~"
+    blobs.upload(local / "counts.zarr", f"{name}/a+b%.zarr")
+    dataset = zl.open_dataset(f"az://cells/{name}/a+b%.zarr", storage_options=blobs.options)
+    assert digest(loader(dataset)) == digest(loader(zl.open_dataset(local / "counts.zarr")))
+
+
 FORK = """
 import os, sys, zloader as zl
 dataset = zl.open_dataset("az://cells/two words/counts.zarr")

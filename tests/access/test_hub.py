@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,16 @@ def test_a_file_in_place_and_as_a_source(local: Path, options: Any, tmp_path: Pa
         np.testing.assert_array_equal(
             zl.open_dataset(tmp_path / "a.zarr").take(range(160)).X.toarray(), ADATA.X.toarray()
         )
+
+
+@pytest.mark.parametrize("root", ["datasets", "buckets"])
+def test_names_with_any_characters(local: Path, options: Any, root: str) -> None:
+    name = "Größe +1 %2F #2 &=~"
+    there = local / ("c" * 40)
+    if not (there / name).exists():
+        shutil.copytree(there / "two words", there / name)
+    dataset = zl.open_dataset(f"hf://{root}/lab/cells/{name}/counts.zarr", storage_options=options)
+    assert digest(loader(dataset)) == wanted(local)
 
 
 def test_a_branch_is_pinned(local: Path, standin: Hub, options: Any) -> None:

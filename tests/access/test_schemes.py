@@ -7,6 +7,7 @@ import functools
 import hashlib
 import html
 import http.server
+import itertools
 import json
 import shutil
 import subprocess
@@ -600,3 +601,66 @@ def test_the_region_of_a_paid_bucket(monkeypatch):
         assert s3.bucket_region("bucket") == "eu-west-1"
         with pytest.raises(StoreError, match="the region of bucket other is unknown"):
             s3.bucket_region("other")
+
+
+# ---- addresses that are signed, and keys with any characters
+
+
+class _Moving(_Barred):
+    """Redirects each request to an address with another signature. Refuses HEAD, and sends no ETag."""
+
+    signatures = itertools.count()
+
+    def do_HEAD(self) -> None:
+        self.send_error(403)
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        if query:
+            assert query.startswith("Signature=a%2Fb%2B")
+            self.path = path
+            self.headers["Authorization"] = "Bearer open sesame"
+            super().do_GET()
+            return
+        self.send_response(302)
+        self.send_header("Location", f"{path}?Signature=a%2Fb%2B{next(self.signatures)}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+ANY = "Größe +1 %2F #2 ?&=~"
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a store and a file whose names, and those of an obs column, hold any characters."""
+    folder = tmp_path_factory.mktemp("odd")
+    adata = counts(60, 21, seed=3)
+    adata.obs[ANY.replace("/", "")] = np.arange(60, dtype=np.float32)
+    write_store(adata, folder / ANY / "a+b%.zarr", folder / "tmp")
+    shutil.copy(folder / "tmp" / "source.h5ad", folder / ANY / "a+b%.h5ad")
+    return folder
+
+
+@pytest.mark.parametrize("handler", [_Barred, _Moving])
+@pytest.mark.parametrize("name", ["a+b%.zarr", "a+b%.h5ad"])
+def test_names_with_any_characters(odd, handler, name):
+    quoted = urllib.parse.quote(f"/{ANY}/{name}")
+    options = {"headers": {"Authorization": "Bearer open sesame"}}
+    with web_server(functools.partial(handler, directory=str(odd))) as address:
+        dataset = zl.open_dataset(address + quoted, storage_options=options)
+        there = zl.open_dataset(odd / ANY / name)
+        column = ANY.replace("/", "")
+        epochs = [zl.Loader(each, batch_size=8, obs=[column]) for each in (dataset, there)]
+        assert digest(epochs[0]) == digest(epochs[1])
+
+
+def test_a_bucket_of_google_with_any_characters(odd, tmp_path):
+    (tmp_path / "bucket").symlink_to(odd)
+    options = {"token": "anon"}
+    with web_server(functools.partial(_Google, directory=str(tmp_path))) as address:
+        options["endpoint_url"] = address
+        there = zl.open_dataset(odd / ANY / "a+b%.zarr")
+        for url in (f"gs://bucket/{ANY}/a+b%.zarr", "gs://bucket/*/*.zarr"):
+            dataset = zl.open_dataset(url, storage_options=options)
+            assert digest(zl.Loader(dataset, batch_size=8)) == digest(zl.Loader(there, batch_size=8))
