@@ -138,6 +138,9 @@ WRONG: dict[str, Any] = {
     "shards that cut chunks": ((40, 6), (4, 3), (6, 6)),
     "shards smaller than chunks": ((40, 6), (8, 6), (4, 6)),
     "a negative size": ((40, 6), (-8, 6), (-8, 6)),
+    "chunks of too many elements": ((40, 6), (10**15, 10**9), (10**15, 10**9)),
+    "shards of too many elements": ((40, 6), (4, 3), (4 * 10**12, 3 * 10**12)),
+    "too many elements": ((10**15, 10**9), (10**6, 10**6), (10**6, 10**6)),
 }
 
 

@@ -272,8 +272,9 @@ class MatrixReader:
                 ):
                     group.create_task(self._fill_from_whole(mirror, self._whole, some))
                     continue
-                if self._planner.keeps_bands:
+                if self._planner.parts_bytes:
                     n_bytes = mirror.form.most_bytes(len(some) * mirror.form.block_rows, 0)
+                    n_bytes += len(some) * self._planner.parts_bytes
                     await self._resources.bands.acquire(n_bytes, turn)
                     group.create_task(self._fill_bands(mirror, some, n_bytes, turn))
                     continue
@@ -286,12 +287,12 @@ class MatrixReader:
         try:
             form, (array,), rows = mirror.form, self._arrays, mirror.form.rows_of(blocks)
             starts, stops = self._matrix.elements_of(rows, None)
-            memory, none = np.empty(n_bytes, np.uint8), np.zeros((len(rows), ENTRY_BYTES // 8), np.uint64)
+            memory, none = np.empty(form.most_bytes(len(rows), 0), np.uint8), np.zeros((len(rows), 0), np.uint64)
             ends, (places,) = begun_blocks(form, stops - starts, none, memory)
             firsts = np.arange(0, len(rows), form.block_rows)
             lasts = np.minimum(firsts + form.block_rows, len(rows)) - 1
             chunks, jobs = jobs_of(array.layout, starts[firsts], stops[lasts], places)
-            n_elements = n_bytes // form.values.itemsize
+            n_elements = len(memory) // form.values.itemsize
             needed = Needed(layout=array.layout, begins=places, n_elements=n_elements, chunks=chunks, jobs=jobs)
             await array.load(needed, memory, turn=turn)
             await self._resources.run(mirror.put, blocks, ends, memory)

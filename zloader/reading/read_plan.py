@@ -72,8 +72,8 @@ class FillPlanner:
 
     `run` is the number of blocks that are read together at least, `least` the same for the first fetch of an epoch, and
     `gap` the number of blocks between two that are read with them. A batch has `few` blocks. If chunks hold parts of
-    rows, it `keeps_bands`: it has whole bands, so that each chunk is decoded once, as far as they fit into an eighth of
-    the memory.
+    rows, a batch has whole bands, so that each chunk is decoded once, as far as they fit into an eighth of the memory,
+    with `parts_bytes` for where the parts of a block go.
     """
 
     layout: ArrayLayout
@@ -81,7 +81,7 @@ class FillPlanner:
     least: int
     gap: int
     few: int
-    keeps_bands: bool = False
+    parts_bytes: int = 0
 
     @classmethod
     def of(
@@ -105,16 +105,18 @@ class FillPlanner:
         run = max(run, min(_CHUNKS_OF_RUN * of_chunk, max(1, _RUN_BYTES // decoded)))
         most_stored = min(_BATCH_BYTES, options.in_flight_bytes // 8) / len(matrix.arrays)
         few = max(1, int(min(most_stored / stored, _DECODED_BYTES / decoded)))
+        parts_bytes = 0
         if grid is not None:
-            few = of_chunk * max(1, _DECODED_BYTES // (of_chunk * decoded))
-            few = max(1, min(few, options.memory // 8 // decoded))
+            parts_bytes = 2 * len(grid.pieces[0]) * PART.itemsize
+            few = of_chunk * max(1, _DECODED_BYTES // (of_chunk * (decoded + parts_bytes)))
+            few = max(1, min(few, options.memory // 8 // (decoded + parts_bytes)))
         return cls(
             layout=form.layout,
             run=max(of_chunk, run_of(form.layout, -(-run // of_chunk) * of_chunk, sweeping)),
             least=of_chunk,
             gap=int(options.gap_bytes / stored),
             few=few,
-            keeps_bands=grid is not None,
+            parts_bytes=parts_bytes,
         )
 
     def to_fill(self, blocks: Rows, *, first_fetch: bool) -> Rows:
@@ -126,8 +128,8 @@ class FillPlanner:
         return fill_gaps(align_to_runs(self.layout, blocks, run), self.gap)
 
     def batches(self, blocks: Rows) -> Iterator[Rows]:
-        """The blocks that are read together and decoded by one call in a thread, or in several if they keep bands."""
-        if self.keeps_bands:
+        """The blocks that are read together and decoded by one call in a thread, or by several if they are of bands."""
+        if self.parts_bytes:
             opens = np.flatnonzero(np.diff(blocks // self.few)) + 1
             yield from np.split(blocks, opens) if len(blocks) else ()
             return

@@ -71,13 +71,6 @@ class ArrayReader:
         self._planner = planner_of(layout, resources.options)
         # A chunk that holds parts of rows is decoded as a whole, wherever its parts go.
         self._scratch_bytes = 0 if layout.grid is None else layout.chunk_elements * layout.dtype.itemsize
-        memory = resources.options.memory
-        if layout.grid is not None and self._scratch_bytes > memory // 2:
-            raise FormatError(
-                f"{resources.url}: each chunk of {layout.path} holds {self._scratch_bytes} bytes, those of "
-                f"{layout.grid.chunk}, and all memory for reading has {memory}: run 'zloader convert' on it, which "
-                f"writes small chunks, or give FetchOptions(memory={2 * self._scratch_bytes}) or more"
-            )
 
     def require_room(self, starts: Rows, stops: Rows) -> None:
         """Raises FormatError if rows are cut into so many parts that their places take half of the memory."""
@@ -95,6 +88,12 @@ class ArrayReader:
     async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> NDArray[Any]:
         """Loads the needed elements into a buffer. Reads with a smaller `turn` go first."""
         out, resources = needed.elements(buffer), self._resources
+        if self._scratch_bytes > resources.options.memory // 2:
+            raise FormatError(
+                f"{resources.url}: each chunk of {self.layout.path} takes {self._scratch_bytes} bytes when it is "
+                f"decoded, more than half of FetchOptions(memory={resources.options.memory}): run 'zloader convert' on "
+                f"it, which writes small chunks, or give memory={2 * self._scratch_bytes} or more"
+            )
         reads = await self.reads(distinct(needed.chunks), turn)
         jobs = reads.located(needed.chunks, needed.jobs)
         self.decode(reads, jobs[jobs["read"] < 0], out, [])

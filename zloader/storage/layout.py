@@ -47,10 +47,13 @@ class Grid:
             raise FormatError(f"{path} is a single value, without rows")
         grid = cls(shape=tuple(shape), chunk=tuple(chunk), outer=tuple(outer))
         sizes = list(zip(grid.shape, grid.chunk, grid.outer, strict=True))
-        if any(whole > 0 and (size < 1 or within < size or within % size) for whole, size, within in sizes):
-            raise FormatError(f"{path} has chunks of {chunk} in objects of {outer}: its metadata is damaged")
-        if not math.prod(shape) or all(whole == size == within for whole, size, within in sizes[1:]):
+        wrong = any(whole > 0 and (size < 1 or within < size or within % size) for whole, size, within in sizes)
+        if not wrong and (not math.prod(shape) or all(whole == size == within for whole, size, within in sizes[1:])):
             return None
+        if wrong or math.prod(whole + within for whole, _, within in sizes) > _MOST_ELEMENTS:
+            raise FormatError(
+                f"{path} has chunks of {chunk} in objects of {outer}, and a shape of {shape}: its metadata is damaged"
+            )
         if math.prod(shape[1:-1]) * -(-shape[-1] // chunk[-1]) > _MOST_PIECES:
             raise FormatError(
                 f"{path} has chunks of {chunk}, which cut a row of {shape} into more than {_MOST_PIECES} pieces: run "
