@@ -540,7 +540,7 @@ def test_nodes_of_a_tree_are_read_at_once(tmp_path: Path) -> None:
         waits.append(len(spans))
         return [content[start:stop] for start, stop in spans]
 
-    remote = BlockFile(read, len(content))
+    remote = BlockFile(read, len(content), where="a.h5")
     remote.block_bytes = 512
     with h5py.File(remote, "r") as file, h5py.File(tmp_path / "a.h5") as local:
         found, expected = [], []

@@ -80,12 +80,13 @@ class OpenedFile(OpenedStore):
         self._file = BlockFile(
             reader_of(self._folder, self._listed, self.name),
             self.objects[""].size,
+            where=self.location.url,
             ahead=1 if is_local else 64,
             directory=self.mirror_directory,
             offline=self.offline,
         )
         try:
-            if not is_local:
+            if not (is_local or self.offline):
                 self._file.load_ends()
             return open_hdf5(self._file, self.location.url, conversion_of(self.location))
         except ZloaderError:

@@ -79,21 +79,22 @@ def reader_of(location: Location, objects: Listing, name: str) -> Read:
 class BlockFile(io.RawIOBase):
     """A file of `size` bytes, of which many blocks are read at once: those of all nodes below a node of a B-tree.
 
-    Where one block is read after the other, `ahead` blocks are read together.
+    Where one block is read after the other, `ahead` blocks are read together. `where` names the file in messages.
     """
 
-    block_bytes, most_blocks, _keeps = 16 << 10, 1 << 14, True
+    block_bytes, most_blocks, _keeps = 16 << 10, 1 << 12, True
 
     def __init__(
         self,
         read: Read,
         size: int,
         *,
+        where: str,
         ahead: int = 64,
         directory: MirrorDirectory | None = None,
         offline: bool = False,
     ) -> None:
-        self._read, self._size, self._at, self._ahead = read, size, 0, ahead
+        self._read, self._size, self._where, self._at, self._ahead = read, size, where, 0, ahead
         self._directory, self._offline = directory, offline
         self._blocks: dict[int, bytes] = {}
         self._new: dict[Piece, bytes] = {}  # to be kept
@@ -101,7 +102,14 @@ class BlockFile(io.RawIOBase):
 
     def passing(self) -> BlockFile:
         """The same file, for h5py to open it once more. Nothing is kept of what is read from it."""
-        made = BlockFile(self._read, self._size, ahead=self._ahead, directory=self._directory, offline=self._offline)
+        made = BlockFile(
+            self._read,
+            self._size,
+            where=self._where,
+            ahead=self._ahead,
+            directory=self._directory,
+            offline=self._offline,
+        )
         made._blocks, made._keeps = dict(self._blocks), False
         return made
 
@@ -153,7 +161,7 @@ class BlockFile(io.RawIOBase):
         into[: stop - start] = self._piece(blocks, start, stop)
         nodes = [bytes(into[: stop - start])]
         for _ in range(_MOST_LEVELS):
-            children = [child for node in nodes for child in _children(node)][: self.most_blocks // 4]
+            children = [child for node in nodes for child in _children(node)][: self.most_blocks]
             if not children:
                 break
             places = [(at, min(at + len(nodes[0]), self._size)) for at in children if 0 <= at < self._size]
@@ -198,7 +206,7 @@ class BlockFile(io.RawIOBase):
                 runs.append([piece])
         if runs and self._offline:
             start, stop = runs[0][0]
-            raise CacheError(f"bytes {start}-{stop - 1} of the file are not in the cache: read it once online")
+            raise CacheError(f"bytes {start}-{stop - 1} of {self._where} are not in the cache: read it once online")
         if runs:
             self.has_news = True
             stored = self._read([(run[0][0], run[-1][1]) for run in runs])
