@@ -394,12 +394,15 @@ class _Google(_Quiet):
         for path in sorted(folder.rglob("*")):
             name = str(path.relative_to(folder))
             below = name[len(prefix) :]
-            if not path.is_file() or not name.startswith(prefix):
+            if path.is_dir():  # the console makes an empty object for a folder
+                name, stored = f"{name}/", b""
+            else:
+                stored = path.read_bytes()
+            if not name.startswith(prefix):
                 continue
             if delimiter and delimiter in below:
                 groups.add(prefix + below.partition(delimiter)[0] + delimiter)
                 continue
-            stored = path.read_bytes()
             facts = {"Key": html.escape(name), "Size": len(stored), "ETag": html.escape(self._etag(stored))}
             facts["LastModified"] = "2026-11-25T12:00:00.000Z"
             entries.append("".join(f"<{fact}>{value}</{fact}>" for fact, value in facts.items()))

@@ -197,13 +197,15 @@ class ObjectFiles(AbstractFileSystem):  # type: ignore[misc]
         """The objects below a key; unless `recursive`, the objects and directories directly below. Maybe empty."""
         try:
             if recursive:
-                return [self._of(meta) for batch in self._store.list(key or None) for meta in batch]
+                listed = [self._of(meta) for batch in self._store.list(key or None) for meta in batch]
+                return _without_folders(listed, self.entry(key)["name"])
             found = self._store.list_with_delimiter(key or None)
         except obstore_errors() as error:
             if status_of(error) == 404:  # there is no such bucket
                 return []
             raise
-        return [*map(self._of, found["objects"]), *map(self.entry, found["common_prefixes"])]
+        objects = [meta for meta in found["objects"] if meta["path"] != key]
+        return [*map(self._of, objects), *map(self.entry, found["common_prefixes"])]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """The entry of an object or a directory. Raises FileNotFoundError."""
@@ -256,3 +258,16 @@ class ObjectFiles(AbstractFileSystem):  # type: ignore[misc]
     ) -> list[bytes]:
         """The bytes of a range of each path."""
         return concurrently(lambda which: self.cat_file(*which), list(zip(paths, starts, ends, strict=True)))
+
+
+def _without_folders(entries: list[dict[str, Any]], root: str) -> list[dict[str, Any]]:
+    """Drops the empty objects that consoles create for folders. obstore does not show the slash at their end."""
+    if all(entry["size"] for entry in entries):
+        return entries
+    folders = {root}
+    for entry in entries:
+        name = entry["name"].rpartition("/")[0]
+        while name not in folders and len(name) > len(root):
+            folders.add(name)
+            name = name.rpartition("/")[0]
+    return [entry for entry in entries if entry["size"] or entry["name"] not in folders]
