@@ -12,6 +12,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -439,6 +440,20 @@ class _Paid(_Signed):
     payer = "our-project"
 
 
+class _Expiring(_Google):
+    """Issues tokens that expire soon. Those of an earlier day are refused."""
+
+    day = 1
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send(200, json.dumps({"access_token": f"of day {self.day}", "expires_in": 1}).encode())
+
+    def do_GET(self) -> None:
+        type(self).token = f"of day {self.day}"
+        super().do_GET()
+
+
 class _Forbidden(_Google):
     def do_GET(self) -> None:
         self._send(403, b"<Error><Code>AccessDenied</Code></Error>")
@@ -512,6 +527,18 @@ def test_the_default_credentials_of_google(root, static, tmp_path, monkeypatch, 
             zl.open_dataset(GOOGLE, storage_options={"endpoint_url": address})
         named = {"endpoint_url": address, "requester_pays": True, "project": server.payer}
         assert zl.open_dataset(GOOGLE, storage_options=named).n_obs == 160
+
+
+@pytest.mark.slow
+def test_expired_credentials_of_google_are_renewed(static, tmp_path, monkeypatch):
+    pytest.importorskip("google.auth")
+    address = static(_Expiring, "")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", key_file(tmp_path, address))
+    dataset = zl.open_dataset(GOOGLE, storage_options={"endpoint_url": address})
+    wanted = digest(loader(dataset))
+    monkeypatch.setattr(_Expiring, "day", 2)
+    time.sleep(0.2)  # obstore uses a token for a tenth of a second without asking when it expires
+    assert digest(loader(dataset)) == wanted
 
 
 OF_GOOGLE = {
