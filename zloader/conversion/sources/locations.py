@@ -222,11 +222,12 @@ def _translated(location: SourceLocation) -> Iterator[None]:
             raise AccessDeniedError(f"not allowed to read {location.name} (status {answer}). Check {check}") from error
         raise StoreNotFoundError(f"there is no {what}" + f" ({answer})" * (not location.can_be_listed)) from error
     except Exception as error:  # aiohttp, botocore and others have their own exception classes
+        said = str(error).partition("\n\nDebug source")[0]  # obstore says more than is of use
         if is_denial(location.url, error):
             check = "" if location.is_local else f". Check {advice(location.url)}"
-            reason = error.strerror if isinstance(error, PermissionError) and error.strerror else str(error)
+            reason = error.strerror if isinstance(error, PermissionError) and error.strerror else said
             raise AccessDeniedError(f"not allowed to read {location.name}: {reason}{check}") from error
-        reason = str(error).replace(location.url, location.name)
+        reason = said.replace(location.url, location.name)
         raise ReadError(f"cannot read {location.name}: {type(error).__name__}: {reason}") from error
 
 
