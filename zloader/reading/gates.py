@@ -4,7 +4,7 @@
     ahead      2 fetches, later `prefetch + 1`     a fetch is planned                all its minibatches are made
     memory     `buffer_bytes` of fetches           a fetch is read                   all its minibatches are made
                `ready_bytes` of minibatches, and   a group of them is made           the consumer takes it
-               `threads + 4` groups
+               `threads + 3` groups
                an eighth of `memory` of bands      chunks of parts of rows are read  their rows are in the mirror
     in flight  `in_flight_bytes`                   some chunks are read              they are decoded, or have failed
 
@@ -33,7 +33,7 @@ from zloader.common.records import Rows
 # between threads and the calls per source cheap, and small enough to keep all threads busy. One minibatch may exceed
 # these bytes.
 _GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time
-_WAITING = 4  # groups beside those that threads make
+_WAITING = 3  # groups beside those that threads make
 _FIRST_AHEAD = 2  # fetches: memory that is used for the first time is slow, so an epoch starts with little of it
 
 
