@@ -192,13 +192,11 @@ class StoredElements(ABC):
 
         It is kept, because metadata that are not consolidated would be read again each time.
         """
-        root = self.root
-        if self._nodes[0] is not root:
-            self._nodes = root, {}
+        kept = self._kept
         try:
-            if path not in self._nodes[1]:
-                self._nodes[1][path] = member_of(root, path)
-            return self._nodes[1][path]
+            if path not in kept:
+                kept[path] = member_of(self.root, path)
+            return kept[path]
         except ZloaderError:
             raise
         except (KeyError, AttributeError, IndexError, OverflowError) as error:
@@ -215,11 +213,21 @@ class StoredElements(ABC):
 
     def keys(self, group: str) -> list[str]:
         """Sorted names of the members of a group such as `"layers"`; empty if there is no such group."""
-        try:
-            return sorted(self.root.get(group, {}))
-        except UNDECODABLE:  # zarr lists no members if it cannot read one of them
-            inside = (key.split("/") for key in self.objects if key.startswith(f"{group}/"))
-            return sorted({parts[1] for parts in inside if len(parts) > 2})
+        kept, members = self._kept, f"{group}/"
+        if members not in kept:
+            try:
+                kept[members] = sorted(self.root.get(group, {}))
+            except UNDECODABLE:  # zarr lists no members if it cannot read one of them
+                inside = (key.split("/") for key in self.objects if key.startswith(members))
+                kept[members] = sorted({parts[1] for parts in inside if len(parts) > 2})
+        return list(kept[members])
+
+    @property
+    def _kept(self) -> dict[str, Any]:
+        """Nodes by path, and the names of their members by path and a slash, of the root as it is now."""
+        if self._nodes[0] is not (root := self.root):
+            self._nodes = root, {}
+        return self._nodes[1]
 
     def __contains__(self, path: str) -> bool:
         try:
