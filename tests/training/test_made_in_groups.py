@@ -14,8 +14,7 @@ from helpers import counts, write_store
 
 import zloader as zl
 from zloader.reading import gather
-from zloader.reading.fetch import FetchScheduler, read_at_once
-from zloader.reading.group_bytes import GroupBytes
+from zloader.reading.fetch import FetchScheduler, GroupBytes, read_at_once
 from zloader.reading.recipe import Cutting
 from zloader.reading.resources import BufferPool
 from zloader.training.batch_transform import Made
@@ -157,7 +156,7 @@ def test_bytes_of_groups_are_those_of_their_rows(dataset, name):
 
     class Counting(FetchScheduler):
         def _make(self, loaded, without_x, cuts):
-            n_bytes = GroupBytes(self._recipe, fetch, [rows.planned for rows in loaded.x])
+            n_bytes = GroupBytes(self._recipe, fetch, loaded.x)
             (all_of_it,) = [
                 replace(without_x, obs={}, obsm={}, x=self._x(loaded, fetch.order, fetch.rows[fetch.order]))
             ]

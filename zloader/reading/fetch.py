@@ -27,8 +27,9 @@ from zloader.common.records import CsrArrays, MinibatchArrays, Rows, TokenRows, 
 from zloader.order.plan import Fetch
 from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.column_rows import LoadedColumn, PagedColumn, load_column, rows_of
+from zloader.reading.forms import Transforming
 from zloader.reading.gates import Ahead, ByteBudget, GroupSizes
-from zloader.reading.group_bytes import GroupBytes
+from zloader.reading.gather import indptr_of
 from zloader.reading.matrix_parts import opened_readers
 from zloader.reading.matrix_reader import MatrixReader
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
@@ -57,6 +58,35 @@ class _Loaded:
 _PlannedColumns: TypeAlias = dict[PagedColumn, PlannedRows]
 # Minibatches that a thread makes, and the bytes of their x. After the last ones of a fetch comes the fetch itself.
 _Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Future[tuple[Sequence[Any], float]], int, int] | _Loaded | None]"
+
+
+class GroupBytes:
+    """Bytes of x and of the tokens in the minibatches between cuts of a fetch, or an upper bound.
+
+    They are summed up over the rows of a fetch once, so that a group of minibatches costs two look-ups.
+    """
+
+    def __init__(self, recipe: Recipe, fetch: Fetch, x: Sequence[LoadedRows]) -> None:
+        self._tokens = recipe.tokens
+        # The bytes before each row in the order of the minibatches, and the transforms that will take more.
+        self._gathered: list[tuple[Rows, Transforming | None]] = []
+        for name, rows in zip(recipe.x, x, strict=True):
+            if recipe.is_wanted(name):
+                transforming = recipe.transforms.get(name)
+                form = recipe.form if transforming is None else transforming.gathering
+                self._gathered.append((indptr_of(rows.row_bytes(form)[fetch.order]), transforming))
+            if recipe.tokens is not None and recipe.tokens.options.x == name:
+                self._gathered.append((indptr_of(rows.row_bytes(rows.exact)[fetch.order]), None))
+                self._lengths = rows.lengths[fetch.order]
+
+    def __call__(self, cuts: Rows) -> int:
+        """Those of the minibatches between the first and the last cut."""
+        first, last = int(cuts[0]), int(cuts[-1])
+        n_bytes = 0
+        for before, transforming in self._gathered:
+            gathered = int(before[last] - before[first])
+            n_bytes += gathered + (0 if transforming is None else transforming.more_bytes(last - first, gathered))
+        return n_bytes + (0 if self._tokens is None else self._tokens.n_bytes(self._lengths[first:last]))
 
 
 class FetchScheduler:
@@ -196,7 +226,7 @@ class FetchScheduler:
             busy_s = self.counters.decode_s + self.counters.gather_s
             self._ahead.loaded(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
             without_x, _ = await begun(threads, self._without_x, loaded)
-            n_bytes = GroupBytes(recipe, loaded.fetch, [rows.planned for rows in loaded.x])
+            n_bytes = GroupBytes(recipe, loaded.fetch, loaded.x)
             for cuts in self._sizes.groups(loaded.fetch.cuts, n_bytes):
                 x_bytes = n_bytes(cuts)
                 claim = self._sizes.claim(x_bytes)
@@ -240,7 +270,7 @@ class FetchScheduler:
         if tokens is None:
             return None
         of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.options.x]
-        x = of_matrix.x(taken, of_matrix.planned.exact)
+        x = of_matrix.x(taken, of_matrix.exact)
         assert isinstance(x, CsrArrays)
         return tokens.rows(x, rows, None if self._totals is None else self._totals[rows])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,12 +35,12 @@ Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each w
 class PlannedRows:
     """The rows of a fetch in one matrix, before its reads.
 
-    For each part that the rows touch, `needed` has its rows. `lengths` are the elements per row, once they are loaded.
+    For each part that the `n_rows` rows touch, `needed` has its rows.
     """
 
     parts: Sequence[MatrixPart]
     needed: Mapping[int, NeededRows]
-    lengths: Rows
+    n_rows: int
 
     @property
     def n_bytes(self) -> int:
@@ -61,37 +61,9 @@ class PlannedRows:
         return any(part.row_of is not None for part in self.parts)
 
     @property
-    def exact(self) -> Form:
-        """CSR form in float32 if it holds every stored value, else in float64."""
-        return Form(dense=False, dtype=np.result_type(np.float32, *self.stored).name)
-
-    @property
     def stored(self) -> list[np.dtype[Any]]:
         """The dtypes of the values in the stores."""
         return [part.matrix.values.dtype for part in self.parts]
-
-    def row_bytes(self, form: Form) -> Rows:
-        """Bytes of each row of x, with copies; an upper bound for CSR from dense stores."""
-        n_columns = self.parts[0].n_columns
-        value_bytes = form.value_bytes(self.stored)
-        per_row, per_element = self._copied_bytes()
-        if form.dense and not form.narrow:
-            return self.lengths * per_element + (per_row + n_columns * value_bytes)
-        chosen = any(part.genes is not None and not part.genes.takes_all for part in self.parts)
-        lengths = np.minimum(self.lengths, n_columns) if chosen else self.lengths
-        return self.lengths * per_element + per_row + lengths * (form.gene_bytes(n_columns) + value_bytes)
-
-    def _copied_bytes(self) -> tuple[int, int]:
-        """Bytes per row and per element of the copies that `gather.choose` and `gather.widened` make, at most."""
-        per_element = per_row = 0
-        for part in (self.parts[number] for number, needed in self.needed.items() if needed.chooses_later):
-            itemsize = part.matrix.values.dtype.itemsize
-            if part.genes is not None and part.indptr is None:
-                per_row = max(per_row, itemsize * part.n_columns)
-            elif part.genes is not None and not part.genes.takes_all:
-                per_element = max(per_element, itemsize + part.genes.column_of.itemsize)
-        widened = 6 if any(dtype == np.float16 for dtype in self.stored) else 0  # a copy, and float32
-        return per_row, per_element + widened
 
 
 def plan_rows(
@@ -102,7 +74,6 @@ def plan_rows(
     ends: Rows,
 ) -> PlannedRows:
     """Plans the reads of some rows. Part k has `readers[k]` and ends before row `ends[k]`."""
-    lengths = np.zeros(len(rows), np.int64)
     needed = {}
     for number, of_store in at.items():
         part = parts[number]
@@ -110,7 +81,7 @@ def plan_rows(
         if not len(of_part):
             continue
         needed[number] = readers[number].needed(here, of_part)
-    return PlannedRows(parts=parts, needed=needed, lengths=lengths)
+    return PlannedRows(parts=parts, needed=needed, n_rows=len(rows))
 
 
 _FIRST = 64  # the first byte of `memory`, as there is none at address 0
@@ -141,7 +112,7 @@ def kind_of(rows: SourceRows) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRows:
-    """The rows of a fetch in one matrix, in memory. Row i has `planned.lengths[i]` elements.
+    """The rows of a fetch in one matrix, in memory. Row i has `lengths[i]` elements.
 
     It is gathered like the rows of the source `kinds[kind[i]]`; a row that the matrix lacks has no kind. In `memory`,
     its genes and values begin at `starts[0][i]` and `starts[1][i]`, and the columns of its genes at `tables[i]`. A row
@@ -149,12 +120,70 @@ class LoadedRows:
     """
 
     planned: PlannedRows
+    lengths: Rows
     sources: Sequence[SourceRows]  # which keep the memory
     kinds: Sequence[SourceRows]
     kind: NDArray[np.unsignedinteger]
     starts: tuple[Rows, Rows]
     tables: Rows
     totals: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, planned: PlannedRows, sources: Sequence[SourceRows]) -> LoadedRows:
+        """The rows that have been loaded, and where each of them is in memory."""
+        n_rows, kinds = planned.n_rows, {kind_of(rows): rows for rows in sources}
+        starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
+        lengths, totals = np.zeros(n_rows, np.int64), np.zeros(n_rows)
+        kind = np.full(n_rows, len(kinds), np.min_scalar_type(len(kinds)))
+        numbers = {key: number for number, key in enumerate(kinds)}
+        for rows in sources:
+            kind[rows.at], lengths[rows.at] = numbers[kind_of(rows)], rows.lengths
+            for of_rows, begins, array in zip(starts, rows.starts, (rows.genes, rows.values), strict=True):
+                array = array if rows.coded is None else rows.coded[0]
+                of_rows[rows.at] = begins + (0 if array is None else place_of(array))
+            if rows.chosen is not None and rows.genes is not None:
+                tables[rows.at] = place_of(rows.chosen.column_of)
+            if rows.totals is not None:
+                totals[rows.at] = rows.totals
+        return cls(
+            planned=planned,
+            lengths=lengths,
+            sources=sources,
+            kinds=list(kinds.values()),
+            kind=kind,
+            starts=starts,
+            tables=tables,
+            totals=totals,
+        )
+
+    @property
+    def exact(self) -> Form:
+        """CSR form in float32 if it holds every stored value, else in float64."""
+        return Form(dense=False, dtype=np.result_type(np.float32, *self.planned.stored).name)
+
+    def row_bytes(self, form: Form) -> Rows:
+        """Bytes of each row of x, with copies; an upper bound for CSR from dense stores."""
+        n_columns = self.planned.parts[0].n_columns
+        value_bytes = form.value_bytes(self.planned.stored)
+        per_row, per_element = self._copied_bytes()
+        if form.dense and not form.narrow:
+            return self.lengths * per_element + (per_row + n_columns * value_bytes)
+        chosen = any(part.genes is not None and not part.genes.takes_all for part in self.planned.parts)
+        lengths = np.minimum(self.lengths, n_columns) if chosen else self.lengths
+        return self.lengths * per_element + per_row + lengths * (form.gene_bytes(n_columns) + value_bytes)
+
+    def _copied_bytes(self) -> tuple[int, int]:
+        """Bytes per row and per element of the copies that `gather.choose` and `gather.widened` make, at most."""
+        per_element = per_row = 0
+        needed = self.planned.needed.items()
+        for part in (self.planned.parts[number] for number, rows in needed if rows.chooses_later):
+            itemsize = part.matrix.values.dtype.itemsize
+            if part.genes is not None and part.indptr is None:
+                per_row = max(per_row, itemsize * part.n_columns)
+            elif part.genes is not None and not part.genes.takes_all:
+                per_element = max(per_element, itemsize + part.genes.column_of.itemsize)
+        widened = 6 if any(dtype == np.float16 for dtype in self.planned.stored) else 0  # a copy, and float32
+        return per_row, per_element + widened
 
     def x(self, taken: Rows, form: Form) -> X:
         """x for the positions `taken` of the fetch."""
@@ -176,7 +205,7 @@ class LoadedRows:
 
     def _found(self, value: Any, row: int, taken: Rows, rows: Rows) -> str:
         """Says in which row and store a value is. `row` counts the rows of a minibatch."""
-        positions = np.arange(len(self.planned.lengths))
+        positions = np.arange(len(self.lengths))
         needed = self.planned.needed.items()
         number = next(number for number, of_part in needed if taken[row] in positions[of_part.at])
         part = self.planned.parts[number]
@@ -201,7 +230,7 @@ class LoadedRows:
                 genes=genes,
                 values=values,
                 starts=(self.starts[0][taken], self.starts[1][taken]),
-                lengths=self.planned.lengths[taken],
+                lengths=self.lengths[taken],
                 coded=None if source.coded is None or genes is None else (bits, genes, values),
             )
         )
@@ -213,7 +242,7 @@ class LoadedRows:
 
 async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> LoadedRows:
     """Loads planned rows into a buffer of `n_bytes`, unless a mirror has them."""
-    return _loaded(planned, await load_sources(planned, buffer, turn=turn))
+    return LoadedRows.of(planned, await load_sources(planned, buffer, turn=turn))
 
 
 async def load_sources(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> list[SourceRows]:
@@ -225,35 +254,6 @@ async def load_sources(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn:
             used += needed.buffer_bytes
             loads.append(group.create_task(needed.load(slot, turn=turn)))
     return [rows for load in loads for rows in load.result()]
-
-
-def _loaded(planned: PlannedRows, sources: Sequence[SourceRows]) -> LoadedRows:
-    """The rows that have been loaded, and where each of them is in memory."""
-    n_rows, kinds = len(planned.lengths), {kind_of(rows): rows for rows in sources}
-    starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
-    lengths, totals = planned.lengths.copy(), np.zeros(n_rows)
-    numbers, kind = (
-        {key: number for number, key in enumerate(kinds)},
-        np.full(n_rows, len(kinds), np.min_scalar_type(len(kinds))),
-    )
-    for rows in sources:
-        kind[rows.at], lengths[rows.at] = numbers[kind_of(rows)], rows.lengths
-        for of_rows, begins, array in zip(starts, rows.starts, (rows.genes, rows.values), strict=True):
-            array = array if rows.coded is None else rows.coded[0]
-            of_rows[rows.at] = begins + (0 if array is None else place_of(array))
-        if rows.chosen is not None and rows.genes is not None:
-            tables[rows.at] = place_of(rows.chosen.column_of)
-        if rows.totals is not None:
-            totals[rows.at] = rows.totals
-    return LoadedRows(
-        planned=replace(planned, lengths=lengths),
-        sources=sources,
-        kinds=list(kinds.values()),
-        kind=kind,
-        starts=starts,
-        tables=tables,
-        totals=totals,
-    )
 
 
 def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows) -> float:
