@@ -17,7 +17,7 @@ turn in reverse order. A side that failed, such as one that needs more memory, i
 The sides:
 
 - zloader, no mirror: every epoch reads the store, as the first one does.
-- zloader, decoded, compact: a warm epoch, from a full and verified mirror of that form. It is filled by one
+- zloader, raw, compact: a warm epoch, from a full and verified mirror of that form. It is filled by one
   epoch of the whole store under the same limit ("filling"), which is measured, too. Mirrors of one form are deleted
   before the next form is filled.
 - annbatch: its own shuffled collection, with chunks as large as the blocks, and with chunks of 512 rows.

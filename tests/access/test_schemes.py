@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.access import google
-from zloader.access.location import Location
+from zloader.access.location import Location, location_of
 from zloader.common.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -332,8 +332,8 @@ def test_verify_reads_a_web_store(root, sim):
         pytest.param("ftp://host/a.zarr", "gs://, az://, abfs://, abfss://, hf://, http://", id="scheme"),
         pytest.param("http://", "http://HOST/PATH", id="no host"),
         pytest.param("gs://", "gs://BUCKET/KEY", id="no bucket"),
-        pytest.param("https://host/a.zarr?token=hush", "cannot have a query", id="query"),
-        pytest.param("https://host/a.zarr#hush", "cannot have a query", id="fragment"),
+        pytest.param("https://host/a.zarr?token=hush#hush", "cannot have a fragment", id="query and fragment"),
+        pytest.param("https://host/a.zarr#hush", "cannot have a fragment", id="fragment"),
         pytest.param("https://me:hush@host/a.zarr", "user and password", id="password"),
         pytest.param("s3://me:hush@bucket/a.zarr", "user and password", id="password of s3"),
     ],
@@ -345,7 +345,7 @@ def test_invalid_urls(url, says):
 
 
 def test_invalid_options():
-    with pytest.raises(OptionError, match="accept only headers, not anon, auth"):
+    with pytest.raises(OptionError, match="accept only headers and query, not anon, auth"):
         zl.open_dataset("http://host/a.zarr", storage_options={"anon": True, "auth": ("a", "b")})
     with pytest.raises(OptionError, match=r"no 'no_such_option' in the storage_options"):
         zl.open_dataset("s3://bucket/a.zarr", storage_options={"key": "k", "secret": "s", "no_such_option": 1})
@@ -683,6 +683,47 @@ def test_names_with_any_characters(odd, handler, name):
         column = ANY.replace("/", "")
         epochs = [zl.Loader(each, batch_size=8, obs=[column]) for each in (dataset, there)]
         assert digest(epochs[0]) == digest(epochs[1])
+
+
+class _Querying(_Moving):
+    """Answers a request whose address is signed, and no other."""
+
+    def end_headers(self) -> None:
+        self.send_header("ETag", '"tag"')
+        super().end_headers()
+
+    def do_GET(self) -> None:
+        if "?" in self.path:
+            super().do_GET()
+        else:
+            self.send_error(403)
+
+
+@pytest.mark.parametrize("name", ["a+b%.zarr", "a+b%.h5ad"])
+def test_the_query_of_an_address_is_sent_with_each_request(odd, tmp_path, name, caplog):
+    """As of addresses that are signed, and of tokens for a container of Azure. They are shown nowhere."""
+    (tmp_path / "web").mkdir()
+    quoted, shown = urllib.parse.quote(f"/{ANY}/{name}"), ""
+    with web_server(functools.partial(_Querying, directory=str(odd))) as address:
+        there = zl.open_dataset(odd / ANY / name)
+        for number in range(2):  # another signature has the same mirror
+            url = f"{address}{quoted}?Signature=a%2Fb%2Bhush{number}"
+            dataset = zl.open_dataset(url, cache=tmp_path / "cache")
+            assert digest(zl.Loader(dataset, batch_size=8)) == digest(zl.Loader(there, batch_size=8))
+            shown += f"{dataset!r} {dataset.url} {dataset.cache_statistics()}"
+        assert len({path.parent for path in (tmp_path / "cache").rglob("*.rows")}) == 1
+        with pytest.raises(AccessDeniedError, match="expired") as caught:
+            zl.open_dataset(f"{address}{quoted}")
+    kept = b"".join(path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert "hush" not in f"{shown} {caught.value} {caplog.text}"
+    assert b"hush" not in kept
+
+
+def test_files_that_only_a_query_tells_apart():
+    places = [location_of(f"https://host/get?{query}", None) for query in ("id=5", "id=6", "id=5&sig=hush&se=9&sv=1")]
+    first, other, signed = (place.origin for place in places)
+    assert first == signed != other
+    assert "hush" not in repr(places)
 
 
 def test_a_bucket_of_google_with_any_characters(odd, tmp_path):

@@ -32,6 +32,7 @@ from zloader.common.messages import reason_of, suggestion
 
 _HDF5_SUFFIXES = (".h5ad", ".h5mu", ".h5", ".hdf5")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_WITH_QUERY = re.compile(r"https?://[^?#]*\?[^#]*", re.IGNORECASE | re.DOTALL)
 _SLASH_MISSING = re.compile(rf"({'|'.join(SCHEMES)}):(?!//)(.*)", re.IGNORECASE | re.DOTALL)
 _FILESYSTEMS: dict[int, Any] = {}
 
@@ -41,8 +42,9 @@ class Location:
     """A URL and the options that open it.
 
     `url` is a local path or begins with one of SCHEMES. `storage_options` are those of the scheme's fsspec file system,
-    or `headers` for http(s). They never appear in the repr, but they are pickled, since worker processes need them: a
-    stored pickle contains the secrets. `revision` is the commit of a repository, of which the URL may name a branch.
+    or `headers` and `query` for http(s). They never appear in the repr, but they are pickled, since worker processes
+    need them: a stored pickle contains the secrets. `revision` is the commit of a repository, of which the URL may name
+    a branch.
     """
 
     url: str
@@ -79,8 +81,8 @@ class Location:
             raise OptionError(f"cannot open {shown!r}: no part of an object's key can be '.', '..' or empty")
         if self.is_web and ("?" in self.url or "#" in self.url):
             raise OptionError(
-                f"cannot open {shown!r}: a store's URL cannot have a query or fragment. Pass credentials as headers in "
-                "storage_options; write ? and # that belong to the path as %3F and %23"
+                f"cannot open {shown!r}: a store's URL cannot have a fragment. Write ? and # that belong to the path "
+                "as %3F and %23"
             )
 
     def _require_address(self, shown: str) -> None:
@@ -131,7 +133,7 @@ class Location:
         """
         if self.scheme == "file":
             return os.path.realpath(self.path)
-        return self.path if self.is_web else ""
+        return self.kind.origin(self)
 
     @property
     def is_web(self) -> bool:
@@ -306,9 +308,16 @@ class Location:
 
 
 def location_of(url: Any, storage_options: Mapping[str, Any] | None) -> Location:
-    """The Location for a URL or path (str or os.PathLike) and its storage options, if any. Raises OptionError."""
+    """The Location for a URL or path (str or os.PathLike) and its storage options, if any. Raises OptionError.
+
+    The query of a web address becomes an option, because it may sign the address and must not be shown.
+    """
     text = os.fspath(url) if isinstance(url, os.PathLike) else url
-    return Location(url=text, storage_options={} if storage_options is None else storage_options)
+    options = {} if storage_options is None else storage_options
+    if isinstance(text, str) and _WITH_QUERY.fullmatch(text) and isinstance(options, Mapping):
+        text, _, query = text.partition("?")
+        options = {**options, "query": query}
+    return Location(url=text, storage_options=options)
 
 
 def _without_secrets(url: str) -> str:

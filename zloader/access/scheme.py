@@ -42,6 +42,10 @@ class Scheme:
         """The commit that a branch now is; empty for URLs that name no branch."""
         return ""
 
+    def origin(self, location: Any) -> str:
+        """What distinguishes stores with equal object stamps, if that is needed (Location.origin)."""
+        return ""
+
     def files(self, location: Any, *, asynchronous: bool) -> Any:
         """The fsspec file system, without a listings cache. Raises OptionError for options that it does not have."""
         return fsspec.filesystem("file")

@@ -8,9 +8,10 @@ because servers may refuse it for addresses that are signed for GET.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote, urlencode
 
 from fsspec.asyn import get_loop, sync
 
@@ -19,13 +20,22 @@ from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
 from zloader.common.errors import OptionError, StoreError
 
 _CONCURRENCY = 64  # requests
+# Parameters that sign an address of Amazon, Google, Azure and CloudFront, and change each time.
+_SIGNING = re.compile(
+    r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires|token|"
+    r"s[vsrtepi]|srt|spr|sip|sig|sk(oid|tid|t|e|s|v)|sdd|(sao|suo|sc)id",
+    re.IGNORECASE,
+)
 
 
 class Web(ObjectScheme):
     """http(s):// URLs."""
 
     form = "HOST/PATH"
-    advice = 'the headers that the server requires, in storage_options: {"headers": {"Authorization": ...}}'
+    advice = (
+        'the headers that the server requires, in storage_options: {"headers": {"Authorization": ...}}; a signed '
+        "address may have expired"
+    )
     is_web = True
     is_source = False
 
@@ -35,14 +45,16 @@ class Web(ObjectScheme):
         return f"{scheme}://{host}", prefix
 
     def store(self, location: Any, *, prefix: str = "", retries: bool) -> Any:
-        unknown = location.storage_options.keys() - {"headers"}
+        unknown = location.storage_options.keys() - {"headers", "query"}
         if unknown:
             raise OptionError(
-                f"storage_options for http(s) accept only headers, not {', '.join(sorted(unknown))}: "
+                f"storage_options for http(s) accept only headers and query, not {', '.join(sorted(unknown))}: "
                 'pass {"headers": {"Authorization": ...}} if the server requires credentials'
             )
         root, headers = self.split(location)[0], location.storage_options.get("headers")
         address = f"{root}/{quote(prefix)}".rstrip("/")
+        if query := location.storage_options.get("query"):
+            address += f"?{query}"  # of each request
         return kept_store("HTTPStore", address, endpoint_url=root, headers=headers, retries=retries)
 
     def find_object(self, location: Any, key: str) -> StoredObject:
@@ -57,8 +69,15 @@ class Web(ObjectScheme):
         found: dict[str, StoredObject] = sync(get_loop(), _find, store, iter(keys), location.path)
         return found
 
+    def origin(self, location: Any) -> str:
+        """The address, with what of a query does not sign it: that may say which file it is."""
+        query = parse_qsl(location.storage_options.get("query", ""), keep_blank_values=True)
+        named = [(name, value) for name, value in query if not _SIGNING.fullmatch(name)]
+        return f"{location.path}?{urlencode(named)}" if named else str(location.path)
+
     def credentials(self, location: Any) -> str:
-        return f"headers: {', '.join(location.storage_options.get('headers') or ()) or 'none'}"
+        query = ", and the query of the address" if location.storage_options.get("query") else ""
+        return f"headers: {', '.join(location.storage_options.get('headers') or ()) or 'none'}{query}"
 
 
 async def _find(store: Any, keys: Iterator[str], url: str) -> dict[str, StoredObject]:

@@ -142,6 +142,13 @@ class BenchFlags:
         """The sizes of the loader, by name."""
         return self.loader_sizes.by_name
 
+    @property
+    def shown_urls(self) -> list[str]:
+        """The stores as they are shown, without the query of a signed address."""
+        from zloader.access.location import location_of
+
+        return [location_of(url, None).url for url in self.urls]
+
     def opened(self, cache: Path | None) -> Dataset:
         """The stores as one dataset, with or without a cache."""
         from zloader.dataset.dataset import open_dataset
@@ -212,7 +219,7 @@ def bench(flags: BenchFlags) -> None:
             report(run, flags.access.storage_options, flags.words).write(flags.report)
             console.print(f"report: {flags.report.absolute()}")
         if not run.interrupted and len(flags.urls) == 1:
-            words = shlex.join(["--store", *flags.urls, *flags.access.words])
+            words = shlex.join(["--store", *flags.shown_urls, *flags.access.words])
             console.print(f"To compare other loaders, in a clone of the repository: python -m benchmarks.real {words}")
 
     try:
@@ -230,13 +237,13 @@ def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
 
     loader = flags.loader(flags.cache)
     rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
-    console.print(f"{', '.join(flags.urls)}: {rows:,} rows x {genes:,} genes")
+    console.print(f"{', '.join(flags.shown_urls)}: {rows:,} rows x {genes:,} genes")
     # Opened by itself, so that the first epoch finds nothing that was read or mirrored before it.
     unmirrored = flags.opened(None)
     for _ in flags.loader_of(unmirrored, Streaming(indices=[0])):
         pass
     return loader, BenchRun(
-        urls=flags.urls,
+        urls=flags.shown_urls,
         rows=rows,
         genes=genes,
         local=all(store.read_from.scheme == "file" for store in loader.dataset.stores),
@@ -273,7 +280,7 @@ def _settings(flags: BenchFlags, loader: Loader) -> dict[str, Any]:
     budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
     opening = {"join": flags.join, "genes_by": flags.genes_by}
     rows, genes = loader.dataset.shape
-    stores = {"urls": flags.urls, "rows": rows, "genes": genes, "cache": flags.cache}
+    stores = {"urls": flags.shown_urls, "rows": rows, "genes": genes, "cache": flags.cache}
     form = {"x": flags.matrices, "obs": flags.obs_columns, "layout": flags.layout, "dtype": loader.dtype}
     work = {"step_ms": 1000 * flags.step_s, "processes": flags.processes}
     return {**stores, **work, **opening, **budgets, **flags.sizes, **form}

@@ -71,6 +71,7 @@ def warm(flags: WarmFlags) -> None:
 
     Cached chunks are not read again. After Ctrl-C or a crash, run the same command to continue.
     """
+    from zloader.access.location import location_of
     from zloader.caching.directory import place_of
     from zloader.common.options import Cache
     from zloader.common.progress import progress_bars
@@ -82,7 +83,7 @@ def warm(flags: WarmFlags) -> None:
         directory=flags.cache, max_bytes=flags.max_bytes, min_free_bytes=flags.min_free, form=flags.cache_form
     )
     genes = None if flags.genes is None else names_in(flags.genes)
-    settings = {"url": flags.url, "cache": place_of(cache.directory)}
+    settings = {"url": location_of(flags.url, None).url, "cache": place_of(cache.directory)}
     latest: Warmed | None = None
     try:
         with progress_bars(shown=True, unit="bytes") as bars:
@@ -250,15 +251,15 @@ def clear(flags: ClearFlags) -> None:
 
     Deleting the last mirror also removes the marker files of the cache. Files that zloader did not make stay.
     """
-    from zloader.access.location import Location
+    from zloader.access.location import location_of
     from zloader.caching.directory import drop, unmark_if_empty
 
-    url = flags.url
-    addresses = url and {url, Location(url=url).address}  # the mirror of several stores lists all their URLs
+    location = None if flags.url is None else location_of(flags.url, None)
+    addresses = location and {location.url, location.address}  # the mirror of several stores lists all their URLs
     place, entries = _mirrors(flags.directory)
     entries = [entry for entry in entries if not addresses or entry.url in addresses]
-    if url is not None and not entries:
-        raise CacheError(f"there is no mirror of {url} in {place}: 'zloader cache ls' lists the mirrors")
+    if location is not None and not entries:
+        raise CacheError(f"there is no mirror of {location.url} in {place}: 'zloader cache ls' lists the mirrors")
     entries = [entry for entry in entries if entry.stale or not flags.stale]
     if entries and not flags.yes:
         _ask(entries)

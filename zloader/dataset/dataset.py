@@ -83,8 +83,8 @@ def open_dataset(
       epoch reads from the stores.
     - `storage_options`: options for all URLs. For S3 those of s3fs (key, secret, token, anon, profile, endpoint_url,
       requester_pays, client_kwargs); for GCS token, requester_pays and endpoint_url; for Azure account_name,
-      account_key, sas_token, connection_string and others; for the Hub token and endpoint; for web servers headers.
-      They are part of a pickled dataset.
+      account_key, sas_token, connection_string and others; for the Hub token and endpoint; for web servers headers, and
+      query for that of a signed address, which a URL may have itself. They are part of a pickled dataset.
     - `offline`: open from the cache alone, without any network request. Reading values that are not in the cache then
       raises ReadError.
     - `join`: the genes of several stores. With None, all stores need the same genes in the same order. "inner" takes
