@@ -23,7 +23,7 @@ from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject, stored_file
 from zloader.caching.directory import MirrorEntry, mirrors
 from zloader.caching.inspection import inspect_mirror, verify
-from zloader.common.errors import CacheError, OptionError
+from zloader.common.errors import CacheError, OptionError, StoreError
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.dataset.warm import warm
 
@@ -284,7 +284,6 @@ NOT_IDENTIFYING = {
     "nothing": lambda status: {},
     "times of 1970": lambda status: _modified(status.st_mtime),
     "as nginx, times of 1970": lambda status: _modified(1) | {"ETag": f'"1-{status.st_size:x}"'},
-    "no time": lambda status: {"Last-Modified": "yesterday"},
 }
 
 
@@ -321,6 +320,12 @@ def test_no_mirror_for_a_web_server_that_does_not_reveal_changes(stores, tmp_pat
     assert mirrors(cache) == []
     with pytest.raises(CacheError, match="no mirror of"):
         zl.open_dataset(f"{server}/one.zarr", cache=cache, offline=True)
+
+
+def test_a_web_server_with_a_wrong_time(stores, tmp_path):
+    reason = pytest.raises(StoreError, match="Invalid last modified 'yesterday'")
+    with served(tmp_path, lambda status: {"Last-Modified": "yesterday"}) as server, reason:
+        zl.open_dataset(f"{server}/one.zarr")
 
 
 def test_a_store_in_s3_has_one_mirror_for_all_its_urls(pair, sim, tmp_path):

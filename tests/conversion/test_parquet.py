@@ -211,7 +211,7 @@ def test_from_hugging_face_at_one_commit(tmp_path):
     hub = Hub(tmp_path)
     write(hub.folder)
     with hub.running() as address:
-        options = {"endpoint": address, "token": False, "skip_instance_cache": True}
+        options = {"endpoint": address, "token": False}
         url = "hf://datasets/lab/cells"
         given = zl.Parquet(
             f"{url}/data/*.parquet", gene_metadata=f"{url}/gene_metadata.parquet", obs_names="BARCODE_SUB_LIB_ID"

@@ -202,6 +202,8 @@ class OpenedStore(StoredElements):
         if n_entries != matrix.n_rows + 1:
             raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
         n_values, kept = min(array.n_elements for array in matrix.arrays), self._offsets.setdefault(path, {})
+        if self.offline and not n_values:  # there is no mirror of no values, which would know where rows are
+            read = _zeros
         return RowOffsets(read, n_entries, chunk, n_values=n_values, where=where, kept=kept)
 
     def _has_every_object(self, path: str) -> bool:
@@ -289,3 +291,7 @@ class OpenedStore(StoredElements):
             genes=genes,
             row_of=self.row_of(matrix.path),
         )
+
+
+def _zeros(start: int, stop: int) -> NDArray[np.int64]:
+    return np.zeros(stop - start, np.int64)
