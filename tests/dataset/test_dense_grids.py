@@ -27,6 +27,7 @@ from zloader.testing import assert_resumes_anywhere
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Consolidated metadata"),
     pytest.mark.filterwarnings("ignore:zarr v3 autosharding"),
+    pytest.mark.filterwarnings("ignore:zarr v3 will become the only"),
 ]
 LOADER: dict[str, Any] = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(5), "layout": "dense"}
 DTYPES = ["i1", "u2", "i4", "f2", "f4", "f8"]
