@@ -67,7 +67,7 @@ def rows_of(root: Path, layout: ArrayLayout, rows: np.ndarray) -> np.ndarray:
     assert not Decoder(layout).decode_all(stored, jobs[here], out)
     for job in needed.jobs[~here]:
         columns = slice(job["column"], job["column"] + job["stop"] - job["first"])
-        columns_of(layout.grid, out, job["begin"], job["rows"])[:, columns] = layout.fill_value
+        columns_of(out, job["begin"], job["rows"], width)[:, columns] = layout.fill_value
     return np.stack([out[begin : begin + width] for begin in needed.begins]) if len(rows) else out.reshape(0, width)
 
 

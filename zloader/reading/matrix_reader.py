@@ -114,23 +114,24 @@ class MatrixReader:
     def needed(self, at: Rows | slice, rows: Rows) -> NeededRows:
         """Some rows, to be loaded. A mirror knows where its rows are, and row offsets are looked up for others only."""
         needed, mirror = NeededRows(reader=self, at=at, rows=rows), self.mirror
-        if mirror is not None and mirror.writable:
-            return needed
         if mirror is not None:
-            rows = rows[self._absent(mirror, rows, mirror.absent(mirror.blocks(rows)))]
-        if not len(rows) and mirror is not None:
-            return needed
+            rows = rows[:0] if mirror.writable else rows[self._absent(mirror, rows, mirror.absent(mirror.blocks(rows)))]
+            if not len(rows):
+                return needed
         return replace(needed, through=self._through(*self._matrix.elements_of(rows, self._indptr)))
 
     @property
     def looks_up(self) -> bool:
         """Whether `needed` may read row offsets from the store."""
-        in_memory = self._indptr is None or self._indptr.in_memory
-        return not in_memory and (self.mirror is None or not self.mirror.writable)
+        return not self._knows_offsets and (self.mirror is None or not self.mirror.writable)
+
+    @property
+    def _knows_offsets(self) -> bool:
+        return self._indptr is None or self._indptr.in_memory
 
     async def _bounds(self, rows: Rows) -> tuple[Rows, Rows]:
         """The elements `[start, stop)` of some rows, whose offsets may have to be read from the store."""
-        if self._indptr is None or self._indptr.in_memory:
+        if self._knows_offsets:
             return self._matrix.elements_of(rows, self._indptr)
         return await aside(self._matrix.elements_of, rows, self._indptr)
 

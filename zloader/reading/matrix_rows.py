@@ -131,13 +131,14 @@ class LoadedRows:
     @classmethod
     def of(cls, planned: PlannedRows, sources: Sequence[SourceRows]) -> LoadedRows:
         """The rows that have been loaded, and where each of them is in memory."""
-        n_rows, kinds = planned.n_rows, {kind_of(rows): rows for rows in sources}
+        n_rows, keys = planned.n_rows, [kind_of(rows) for rows in sources]
+        kinds = dict(zip(keys, sources, strict=True))
         starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
         lengths, totals = np.zeros(n_rows, np.int64), np.zeros(n_rows)
         kind = np.full(n_rows, len(kinds), np.min_scalar_type(len(kinds)))
         numbers = {key: number for number, key in enumerate(kinds)}
-        for rows in sources:
-            kind[rows.at], lengths[rows.at] = numbers[kind_of(rows)], rows.lengths
+        for key, rows in zip(keys, sources, strict=True):
+            kind[rows.at], lengths[rows.at] = numbers[key], rows.lengths
             for of_rows, begins, array in zip(starts, rows.starts, (rows.genes, rows.values), strict=True):
                 array = array if rows.coded is None else rows.coded[0]
                 of_rows[rows.at] = begins + (0 if array is None else place_of(array))

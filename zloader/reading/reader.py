@@ -158,7 +158,9 @@ class ArrayReader:
         self.layout.check_bounds(np.atleast_1d(self.layout.fill_value))
         if (grid := self.layout.grid) is not None:
             for _, _, _, begin, first, stop, _, rows, column in jobs.tolist():
-                columns_of(grid, out, begin, rows)[:, column : column + stop - first] = self.layout.fill_value
+                columns_of(out, begin, rows, grid.row_elements)[:, column : column + stop - first] = (
+                    self.layout.fill_value
+                )
             return
         for begin, n in zip(jobs["begin"].tolist(), (jobs["stop"] - jobs["first"]).tolist(), strict=True):
             out[begin : begin + n] = self.layout.fill_value

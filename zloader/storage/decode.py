@@ -222,8 +222,8 @@ def _copy_parts(parts: NDArray[Any], whole: NDArray[Any], out: NDArray[Any], par
     from_rows = whole.reshape(-1, part_elements)
     for _, _, _, begin, first, stop, _, rows, column in parts.tolist():
         row, place = divmod(first, part_elements)
-        to_rows = out[begin : begin + rows * n].reshape(rows, n)
-        to_rows[:, column : column + stop - first] = from_rows[row : row + rows, place : place + stop - first]
+        part = from_rows[row : row + rows, place : place + stop - first]
+        columns_of(out, begin, rows, n)[:, column : column + stop - first] = part
     return None
 
 
@@ -237,9 +237,8 @@ def copy_parts(parts: NDArray[Any], whole: NDArray[Any], out: NDArray[Any], part
                 out[to + k] = whole[first + k]
 
 
-def columns_of(grid: Grid, out: NDArray[Any], begin: int, rows: int) -> NDArray[Any]:
-    """Rows of an array of rows, from the element `begin` on, as rows x columns."""
-    n = grid.row_elements
+def columns_of(out: NDArray[Any], begin: int, rows: int, n: int) -> NDArray[Any]:
+    """Rows of an array of rows of `n` elements, from the element `begin` on, as rows x columns."""
     return out[begin : begin + rows * n].reshape(rows, n)
 
 
