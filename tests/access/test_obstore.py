@@ -43,14 +43,17 @@ class _Faulty(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def __init__(self, *given: Any, faults: list[str], over: threading.Event) -> None:
-        self.faults, self.over = faults, over
+    def __init__(self, *given: Any, faults: list[str], over: threading.Event, conditions: list[str | None]) -> None:
+        self.faults, self.over, self.conditions = faults, over, conditions
         super().__init__(*given)
 
     def log_message(self, *_: Any) -> None: ...
 
     def do_GET(self) -> None:
         fault = self.faults.pop(0) if self.faults else ""
+        self.conditions.append(self.headers["If-Match"])
+        if fault == "changed" and self.headers["If-Match"]:
+            fault = "412"
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         part = CONTENT[first : last + 1]
         status = int(fault) if fault.isdigit() else 200 if fault == "whole" else 206
@@ -73,19 +76,26 @@ def faults() -> list[str]:
 
 
 @pytest.fixture
-def source(faults: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def conditions() -> list[str | None]:
+    """The header If-Match of each request."""
+    return []
+
+
+@pytest.fixture
+def source(faults: list[str], conditions: list[str | None], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes an ObjectSource of the server, with these FetchOptions."""
     over = threading.Event()
     with contextlib.ExitStack() as running:
         running.callback(over.set)
-        address = running.enter_context(web_server(functools.partial(_Faulty, faults=faults, over=over)))
+        serving = functools.partial(_Faulty, faults=faults, over=over, conditions=conditions)
+        address = running.enter_context(web_server(serving))
         signed = f"{address}/?signature={SECRET}"
         store = kept_store("HTTPStore", signed, endpoint_url=address, retries=False)
         monkeypatch.setattr(SCHEMES["az"], "read_range", lambda _: functools.partial(read_once, store))
         monkeypatch.setattr(Location, "find_object", lambda *_: StoredObject(size=1, tag="changed", stamp="changed"))
 
-        def make(**options: Any) -> ObjectSource:
-            listed = {"key": StoredObject(size=len(CONTENT), tag="tag", stamp="tag")}
+        def make(tag: str = "tag", **options: Any) -> ObjectSource:
+            listed = {"key": StoredObject(size=len(CONTENT), tag=tag, stamp=tag)}
             return ObjectSource(Location(url="az://cells/a.zarr"), listed, zl.FetchOptions(**options))
 
         yield make
@@ -143,6 +153,33 @@ def test_an_object_that_shrank_is_truncated(source: Any, faults: list[str], monk
         read(source(deadline_s=NEVER_S), SPANS[:1])
 
 
+def test_only_an_object_with_the_listed_tag_is_asked_for(source: Any, conditions: list[str | None]) -> None:
+    read(source(deadline_s=NEVER_S))
+    assert conditions == ['"tag"'] * len(SPANS)
+
+
+@pytest.mark.parametrize("tag", ['W/"weak', "Wed, 25 Nov 2026 12:00:00 GMT", "", "größe"])
+def test_what_is_no_strong_etag_is_not_asked_for(
+    source: Any, conditions: list[str | None], monkeypatch: pytest.MonkeyPatch, tag: str
+) -> None:
+    same = StoredObject(size=len(CONTENT), tag=tag, stamp=tag)
+    monkeypatch.setattr(Location, "find_object", lambda *_: same)
+    assert read(source(tag, deadline_s=NEVER_S), SPANS[:3]) == [CONTENT[:3000][i : i + 1000] for i in (0, 1000, 2000)]
+    assert conditions == [None] * 3
+
+
+def test_a_server_that_refuses_a_tag_that_it_has_listed(
+    source: Any, faults: list[str], conditions: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = StoredObject(size=len(CONTENT), tag="tag", stamp="tag")
+    monkeypatch.setattr(Location, "find_object", lambda *_: same)
+    faults += ["412"] * 3
+    reader = source(deadline_s=NEVER_S)
+    assert b"".join(read(reader, SPANS[:3])) == CONTENT[:3000]
+    read(reader)
+    assert (conditions[:3], set(conditions[3:])) == (['"tag"'] * 3, {None})
+
+
 def test_credentials_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """DefaultAzureCredential finds nothing: an error at once, and not after the deadline."""
     ClientAuthenticationError = pytest.importorskip("azure.core.exceptions").ClientAuthenticationError
@@ -155,7 +192,8 @@ def test_credentials_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> No
     store = kept_store("AzureStore", "cells", endpoint_url=address, retries=False, **access)
     location = Location(url="az://cells/a.zarr")
     monkeypatch.setattr(SCHEMES["az"], "read_range", lambda _: functools.partial(read_once, store))
-    source = ObjectSource(location, {}, zl.FetchOptions(deadline_s=NEVER_S))
+    listed = {"key": StoredObject(size=len(CONTENT), tag="tag", stamp="tag")}
+    source = ObjectSource(location, listed, zl.FetchOptions(deadline_s=NEVER_S))
     with pytest.raises(AccessDeniedError, match="found no credentials"):
         read(source, SPANS[:1])
 

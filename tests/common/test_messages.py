@@ -1,10 +1,10 @@
-"""The names suggested for a mistyped name."""
+"""The names suggested for a mistyped name, and URLs without secrets."""
 
 from __future__ import annotations
 
 import pytest
 
-from zloader.common.messages import nearest, suggestion
+from zloader.common.messages import nearest, reason_of, suggestion, without_secrets, without_users
 
 pytestmark = pytest.mark.any_version
 
@@ -53,3 +53,31 @@ def test_many_names_are_compared_by_their_beginning() -> None:
     assert nearest("ms4a1", genes) == ["MS4A1"]
     assert nearest("MS4B1", genes) == ["MS4A1"]
     assert nearest("ENSG00000099999", genes) == []  # nearly all begin alike
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://me:hush@host:80/a%20b.zarr?sig=hush#hush", "https://host:80/a%20b.zarr"),
+        ("https://hush@host/a?sig=hu sh", "https://host/a"),
+        ("HTTP://host/a?hush", "HTTP://host/a"),
+        ("s3://me:hu@sh@bucket/a", "s3://bucket/a"),
+        ("ftp://hush@host/a?token=hush", "ftp://host/a"),
+        ("memory://folder/a?.h5ad", "memory://folder/a?.h5ad"),
+        ("zip://a.h5ad::https://me:hush@host/b.zip?hush", "zip://a.h5ad::https://host/b.zip"),
+        ("abfs://box@acme.dfs.core.windows.net/a", "abfs://box@acme.dfs.core.windows.net/a"),
+        ("az://me:hush@cells/a", "az://cells/a"),
+        ("hf://datasets/a/b@main/c@d", "hf://datasets/a/b@main/c@d"),
+        ("/data/a@b/c?.zarr", "/data/a@b/c?.zarr"),
+    ],
+)
+def test_urls_are_shown_without_secrets(url: str, shown: str) -> None:
+    assert without_secrets(url) == shown
+    said = without_users(f"no answer from {url}, so")
+    assert "me:" not in said
+    assert "hush@" not in said
+
+
+def test_reasons_are_said_without_secrets() -> None:
+    said = reason_of(ValueError("GET https://me:hush@host/a?sig=hush failed at az://box@host/b"))
+    assert said == "GET https://host/a failed at az://box@host/b"

@@ -255,8 +255,8 @@ class _Addresses:
             which = (location.path, repr(sorted(location.storage_options.items())))
             self._found = _OF_STORES.setdefault(which, self._found)
 
-    async def read(self, key: str, start: int, stop: int) -> tuple[str, bytes]:
-        """Reads a range of an object. Raises the errors of huggingface_hub and of obstore."""
+    async def read(self, key: str, start: int, stop: int, _: str) -> tuple[str, bytes]:
+        """Reads a range of an object. The CDN has other tags. Raises the errors of huggingface_hub and of obstore."""
         found = await self._find(key)
         try:
             tag, stored = await read_once(found.store, "", start, stop)

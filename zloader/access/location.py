@@ -28,7 +28,7 @@ from zloader.access.schemes import SCHEMES
 from zloader.access.stored_objects import Listing, StoredObject
 from zloader.common.checks import absolute_path
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
-from zloader.common.messages import reason_of, suggestion
+from zloader.common.messages import reason_of, suggestion, without_secrets
 
 _HDF5_SUFFIXES = (".h5ad", ".h5mu", ".h5", ".hdf5")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -62,7 +62,7 @@ class Location:
         if missing := _SLASH_MISSING.match(self.url):
             raise OptionError(f"a slash is missing in a URL: write {_with_slashes(missing[1], missing[2])!r}")
         scheme, authority = self.scheme, self.url.partition("://")[2].partition("/")[0]
-        shown = _without_secrets(self.url)
+        shown = without_secrets(self.url)
         if scheme not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise OptionError(f"cannot open {shown!r}: pass a local path or a URL that starts with {known}")
@@ -320,14 +320,8 @@ def location_of(url: Any, storage_options: Mapping[str, Any] | None) -> Location
     return Location(url=text, storage_options=options)
 
 
-def _without_secrets(url: str) -> str:
-    """The URL without user, password, query and fragment."""
-    authority = url.partition("://")[2].partition("/")[0]
-    return re.split("[?#]", url.replace(authority, authority.rpartition("@")[2]))[0]
-
-
 def _with_slashes(scheme: str, rest: str) -> str:
     """The URL that was meant by `scheme:rest` or `scheme:/rest`, without secrets."""
     if scheme.lower() == "file":
         return f"file://{Path(rest).absolute()}"
-    return _without_secrets(f"{scheme}://{rest.lstrip('/') or SCHEMES[scheme.lower()].form}")
+    return without_secrets(f"{scheme}://{rest.lstrip('/') or SCHEMES[scheme.lower()].form}")

@@ -34,6 +34,7 @@ _ONE_REQUEST = {"max_retries": 0, "retry_timeout": timedelta(seconds=30)}
 _FEW_REQUESTS = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 _STATUS = re.compile(r"status(?: code)?: (\d{3})")
 _DENIED = (401, 403, 407)
+_STRONG_TAG = re.compile("[!#-~]+")  # not a time, nor a weak ETag, with which nothing matches
 _STORES: dict[str, Any] = {}  # of this process, each with its connections
 _AWAITED: weakref.WeakSet[Any] = weakref.WeakSet()  # reads that obstore still refers to
 _EXIT_S = 2.0  # that a process waits for them
@@ -135,9 +136,12 @@ class ObjectScheme(Scheme):
         return isinstance(error, PermissionError) or is_refusal(error)
 
 
-async def read_once(store: Any, key: str, start: int, stop: int) -> tuple[str, bytes]:
-    """A range of an object, and the object's tag."""
-    result = await awaited(store.get_async(key, options={"range": (start, stop)}))
+async def read_once(store: Any, key: str, start: int, stop: int, tag: str = "") -> tuple[str, bytes]:
+    """A range of an object, and the object's tag. If `tag` is an ETag, the object must still have it."""
+    options: dict[str, Any] = {"range": (start, stop)}
+    if _STRONG_TAG.fullmatch(tag):
+        options["if_match"] = f'"{tag}"'
+    result = await awaited(store.get_async(key, options=options))
     return tag_of(result.meta), (await awaited(result.bytes_async())).to_bytes()
 
 

@@ -13,8 +13,9 @@ import zarr.storage
 from zloader.access.stored_objects import Listing, StoredObject, find_file, list_files
 from zloader.common.errors import ForkError, OptionError
 
-# Makes one attempt to read a range of an object: its key, start and stop become the object's tag and the bytes.
-ReadRange = Callable[[str, int, int], Awaitable[tuple[str, bytes]]]
+# Makes one attempt to read a range of an object: its key, start, stop and listed tag become its present tag and the
+# bytes. An empty tag may be any. If the object has another tag, the server may say so instead, with status 412.
+ReadRange = Callable[[str, int, int, str], Awaitable[tuple[str, bytes]]]
 _first_users: dict[str, int] = {}  # the process that first used each library
 
 

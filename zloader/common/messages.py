@@ -13,7 +13,10 @@ from typing import Any
 
 _LISTED = 10
 _MOST_REASON = 500  # characters
+# What precedes the host of a URL; in Azure's it may be the container.
+_USER = re.compile(r"(?:(?<!\baz:)(?<!\babfs:)(?<!\babfss:)//[^/\s]*|//[^/\s]*:[^/\s]*)@")
 _QUERY = re.compile(r"(https?://[^\s?]+)\?[^\s]*")
+_WEB = re.compile(r"\bhttps?://", re.IGNORECASE)
 _REQUESTED = re.compile(r"(?s)^.*?Error performing [A-Z]+ .*? in [\d.]+[a-zµ]+(, after .*?)? +- (HTTP error: )?")
 _XML = re.compile(r"(?s)<\?xml.*?<Code>(.*?)</Code>\s*<Message>(.*?)[\n<].*")
 _CAUSE = re.compile(r'(?:error|message): "([^"]+)"')
@@ -55,13 +58,26 @@ def listed(names: Iterable[Any], most: int = _LISTED) -> str:
     return ", ".join(names[:most]) + more or "none"
 
 
+def without_users(text: str) -> str:
+    """A text without the users and passwords in its URLs."""
+    return _USER.sub("//", text)
+
+
+def without_secrets(url: str) -> str:
+    """A URL without user and password, and without its query, which may be a signature. In a key ? may be a pattern.
+
+    It may be chained, such as zip://...::https://...
+    """
+    return re.split(r"[?#]" if _WEB.search(url) else r"\?(?=.*=)", without_users(url))[0]
+
+
 def reason_of(error: BaseException) -> str:
-    """The message of an error of another library, on one line, without the queries of URLs, which may be signatures.
+    """The message of an error of another library, on one line, without secrets in URLs.
 
     obstore says at the end why there is no connection, and before it much that is of no use.
     """
     said, _, details = str(error).partition("\n\nDebug source")
-    text = _QUERY.sub(r"\1", _REQUESTED.sub("", said).replace("Server returned non-2xx status code:", "status"))
+    text = _QUERY.sub(r"\1", without_users(_REQUESTED.sub("", said)).replace("Server returned non-2xx status code:", "status"))
     text = _XML.sub(r"\1: \2", text)
     causes = dict.fromkeys(_CAUSE.findall(details)) if "status" not in text else ()
     text += f" ({', '.join(causes)})" * bool(causes)

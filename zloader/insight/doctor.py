@@ -32,11 +32,10 @@ from zloader.caching.directory import place_of, require_local, require_private, 
 from zloader.common import machine
 from zloader.common.errors import OptionError, ZloaderError
 from zloader.common.file_systems import has_stable_inodes
-from zloader.common.messages import reason_of, size
+from zloader.common.messages import reason_of, size, without_users
 from zloader.common.version import __version__
 
 _SECRET_NAME = re.compile("SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|CONNECTION_STRING", re.IGNORECASE)
-_USER = re.compile(r"//[^/\s@]*:[^/\s@]*@")  # user and password in a URL
 _LEAST_SECRET = 6  # characters
 _IMPORT_S = 180  # an environment on a network disk may take a minute
 _SETTINGS = re.compile("(ZLOADER|NUMBA|TENSORSTORE|CUDA_VISIBLE|OMP_NUM|MKL_NUM|FSSPEC|RANK|WORLD_SIZE|LOCAL_).*")
@@ -127,7 +126,7 @@ def without_secrets(text: str) -> str:
     secrets = [value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _LEAST_SECRET]
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
-    return _USER.sub("//", text)
+    return without_users(text)
 
 
 # ---- the installation

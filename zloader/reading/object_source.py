@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Span
 from zloader.reading.retry import (
     MISSING,
+    OTHER_TAG,
     RANGE_IGNORED,
     Answer,
     ReadFailure,
@@ -173,6 +174,8 @@ class ObjectSource:
     async def _outcome(self, span: Span, read: Any) -> bytes | ReadFailure:
         """The bytes of a completed read, or its failure. Raises StoreChangedError."""
         answer = self._reader.answer(span, read)
+        if answer is OTHER_TAG:
+            await self._check_listed(span)
         if isinstance(answer, ReadFailure):
             return answer
         if self._tags.get(span.key) != answer.tag:
@@ -186,7 +189,7 @@ class ObjectSource:
     @cached_property
     def _reader(self) -> RangeReader:
         """Opened by the first read, in the process that iterates, so that no client is in use before a fork."""
-        return _reader(self._location)
+        return _reader(self._location, self._objects)
 
     def describe(self, span: Span) -> str:
         """URL, key and byte range, for messages."""
@@ -205,8 +208,11 @@ class ObjectSource:
         self._tags[span.key] = tag
 
     async def _check_listed(self, span: Span) -> None:
-        """Raises StoreChangedError if the object on the server is no longer the one that was listed."""
-        if await aside(self._location.find_object, span.key) != self._objects[span.key]:
+        """Raises StoreChangedError if the object is no longer the one that was listed, MissingObjectError if none is."""
+        found = await aside(self._location.find_object, span.key)
+        if found is None:
+            raise MISSING.error(f"{self.describe(span)} {MISSING.verdict}: {MISSING.answer}. {MISSING.advice}")
+        if found != self._objects[span.key]:
             raise self._changed(span)
 
     def _changed(self, span: Span) -> StoreChangedError:
@@ -216,13 +222,21 @@ class ObjectSource:
 
 
 class _ObstoreReader:
-    """Reads through obstore: all schemes but s3://, and buckets of S3 whose requester pays."""
+    """Reads through obstore: all schemes but s3://, and buckets of S3 whose requester pays.
 
-    def __init__(self, location: Location, read_range: ReadRange) -> None:
-        self._location, self._read_range = location, read_range
+    Asks for objects that still have their listed tags, until a server is found to refuse one that has not changed.
+    """
+
+    def __init__(self, location: Location, objects: Mapping[str, StoredObject], read_range: ReadRange) -> None:
+        self._location, self._objects, self._read_range = location, objects, read_range
+        self._matches = True
 
     async def start(self, spans: Sequence[Span]) -> list[Any]:
-        return [asyncio.ensure_future(self._read_range(span.key, span.start, span.stop)) for span in spans]
+        return [asyncio.ensure_future(self._read(span)) for span in spans]
+
+    def _read(self, span: Span) -> Awaitable[tuple[str, bytes]]:
+        tag = self._objects[span.key].tag if self._matches else ""
+        return self._read_range(span.key, span.start, span.stop, tag)
 
     def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
         if (error := read.exception()) is not None:
@@ -231,7 +245,7 @@ class _ObstoreReader:
         return Answer(tag=tag.encode(), stored=stored)
 
     def _failure(self, error: BaseException) -> ReadFailure:
-        from obstore.exceptions import NotSupportedError
+        from obstore.exceptions import NotSupportedError, PreconditionError
 
         answer, kind, status = reason_of(error), self._location.kind, status_of(error)
         if kind.is_denial(error):
@@ -242,15 +256,18 @@ class _ObstoreReader:
             return RANGE_IGNORED
         if status == 416:
             return truncated(answer)
+        if isinstance(error, PreconditionError):
+            self._matches = False  # the object is looked up, and has changed or is read again
+            return OTHER_TAG
         if "redirect" not in answer and (status is None or status >= 500 or status in _PASSING):
             return ReadFailure(answer=answer, wait_s=kind.wait_s(error))
         return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
 
 
-def _reader(location: Location) -> RangeReader:
+def _reader(location: Location, objects: Mapping[str, StoredObject]) -> RangeReader:
     """The library that reads a location is imported here, so that a process loads only that one."""
     if (read_range := location.kind.read_range(location)) is not None:
-        return _ObstoreReader(location, read_range)
+        return _ObstoreReader(location, objects, read_range)
     from zloader.reading.tensorstore_reader import TensorStoreReader
 
     return TensorStoreReader(location)

@@ -87,6 +87,7 @@ def denied(answer: str, advice: str, attempts: int = 1) -> ReadFailure:
     )
 
 
+OTHER_TAG = ReadFailure(answer="412: the object does not have the tag that was listed")
 RANGE_IGNORED = ReadFailure(
     answer="the range was ignored by the server", advice="Does a proxy drop the Range header?", attempts=_SHORT_ATTEMPTS
 )

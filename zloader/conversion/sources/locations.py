@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from zloader.common.errors import (
     TruncatedObjectError,
     ZloaderError,
 )
+from zloader.common.messages import without_secrets
 from zloader.common.options import MiB
 
 Objects = list[tuple[str, int, str]]  # relative name, size in bytes, and a tag that changes with the content
@@ -178,7 +178,7 @@ def _source_location(text: str, storage_options: Mapping[str, Any]) -> SourceLoc
     known = SCHEMES.get(text.partition("://")[0])
     if known is not None and known.is_source and "::" not in text:
         return _in_bucket(Location(url=text, storage_options=storage_options).pinned())
-    name = _without_secrets(text)
+    name = without_secrets(text)
     options = dict(storage_options)
     if known is SCHEMES["https"]:  # after a redirect, a signature is valid only as it is written
         options["client_kwargs"] = {"requote_redirect_url": False, **options.get("client_kwargs", {})}
@@ -199,12 +199,6 @@ def _in_bucket(bucket: Location) -> SourceLocation:
         storage_options=bucket.storage_options,
         bucket=bucket,
     )
-
-
-def _without_secrets(url: str) -> str:
-    """Removes user and password and, from a web address, the query, which may be a signature."""
-    url = re.sub(r"//[^/@]*@", "//", url)
-    return url.partition("?")[0] if re.search(r"\bhttps?://", url) else url
 
 
 @contextlib.contextmanager
