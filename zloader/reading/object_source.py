@@ -208,7 +208,7 @@ class ObjectSource:
         self._tags[span.key] = tag
 
     async def _check_listed(self, span: Span) -> None:
-        """Raises StoreChangedError if the object is no longer the one that was listed, MissingObjectError if none is."""
+        """Raises StoreChangedError if the object is no longer the one that was listed, or MissingObjectError."""
         found = await aside(self._location.find_object, span.key)
         if found is None:
             raise MISSING.error(f"{self.describe(span)} {MISSING.verdict}: {MISSING.answer}. {MISSING.advice}")
