@@ -77,8 +77,8 @@ def reason_of(error: BaseException) -> str:
     obstore says at the end why there is no connection, and before it much that is of no use.
     """
     said, _, details = str(error).partition("\n\nDebug source")
-    text = _QUERY.sub(r"\1", without_users(_REQUESTED.sub("", said)).replace("Server returned non-2xx status code:", "status"))
-    text = _XML.sub(r"\1: \2", text)
+    text = _REQUESTED.sub("", said).replace("Server returned non-2xx status code:", "status")
+    text = _XML.sub(r"\1: \2", _QUERY.sub(r"\1", without_users(text)))
     causes = dict.fromkeys(_CAUSE.findall(details)) if "status" not in text else ()
     text += f" ({', '.join(causes)})" * bool(causes)
     return " ".join(text.split())[:_MOST_REASON] or type(error).__name__
