@@ -54,11 +54,10 @@ if TYPE_CHECKING:
     from zloader.order.sampling import Sampling
     from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
-    from zloader.training.csr_rows import CsrRows
+    from zloader.training.arrays import PackedRows
     from zloader.training.epoch import Statistics
     from zloader.training.loader import Loader
     from zloader.training.minibatch import Minibatch
-    from zloader.training.packed import PackedRows
 
 
 __all__ = [
@@ -70,7 +69,6 @@ __all__ = [
     "ClassBalancedSampling",
     "ConversionReport",
     "ConvertOptions",
-    "CsrRows",
     "Dataset",
     "FetchOptions",
     "Loader",
@@ -109,7 +107,6 @@ _MODULES = {
     "ClassBalancedSampling": "zloader.order.weighted",
     "ConversionReport": "zloader.conversion.convert",
     "ConvertOptions": "zloader.conversion.writing.encode",
-    "CsrRows": "zloader.training.csr_rows",
     "Dataset": "zloader.dataset.dataset",
     "FetchOptions": "zloader.common.options",
     "Loader": "zloader.training.loader",
@@ -118,7 +115,7 @@ _MODULES = {
     "Minibatch": "zloader.training.minibatch",
     "Mixture": "zloader.order.mixture",
     "MixtureOfScanners": "zloader.order.shuffling",
-    "PackedRows": "zloader.training.packed",
+    "PackedRows": "zloader.training.arrays",
     "Parquet": "zloader.conversion.sources.parquet",
     "Quality": "zloader.insight.quality",
     "Sampling": "zloader.order.sampling",

@@ -105,18 +105,18 @@ class MaskedValues(torch.nn.Module):
 
     def forward(self, tokens: Any, masked: torch.Tensor) -> torch.Tensor:
         """The predictions at the masked places of a minibatch, one after the other."""
-        value = torch.where(masked, 0, tokens.values / N_BINS)[..., None]
-        places = self.gene(tokens.input_ids) + self.scale(tokens.input_ids) * value
+        value = torch.where(masked, 0, tokens["values"] / N_BINS)[..., None]
+        places = self.gene(tokens["input_ids"]) + self.scale(tokens["input_ids"]) * value
         places = places + torch.where(masked[..., None], self.masked, self.value(value))
-        read = self.encoder(places, src_key_padding_mask=~tokens.attention_mask)
-        return (self.head(read[masked]) + self.of_gene(tokens.input_ids[masked])).squeeze(-1)
+        read = self.encoder(places, src_key_padding_mask=~tokens["attention_mask"])
+        return (self.head(read[masked]) + self.of_gene(tokens["input_ids"][masked])).squeeze(-1)
 
 
 def masked_places(tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Which places are masked, at random, and the values there, divided by the number of bins."""
-    masked = (torch.rand(tokens.values.shape) < SHARE) & tokens.attention_mask
+    masked = (torch.rand(tokens["values"].shape) < SHARE) & tokens["attention_mask"]
     masked[:, 0] = False  # <cls>
-    return masked, tokens.values[masked] / N_BINS
+    return masked, tokens["values"][masked] / N_BINS
 
 
 def vocabulary_of(view: zl.Dataset, n_genes: int) -> dict[str, int]:
@@ -132,8 +132,8 @@ def gene_means(loader: zl.Loader, n_tokens: int) -> torch.Tensor:
     """The mean value of each token in one epoch, and the mean of all for a gene that does not occur."""
     sums, counts = torch.zeros(n_tokens), torch.zeros(n_tokens)
     for minibatch in loader:
-        ids = minibatch.tokens.input_ids[minibatch.tokens.attention_mask]
-        sums += torch.bincount(ids, minibatch.tokens.values[minibatch.tokens.attention_mask] / N_BINS, n_tokens)
+        ids = minibatch.tokens["input_ids"][minibatch.tokens["attention_mask"]]
+        sums += torch.bincount(ids, minibatch.tokens["values"][minibatch.tokens["attention_mask"]] / N_BINS, n_tokens)
         counts += torch.bincount(ids, minlength=n_tokens)
     of_genes = slice(len(SPECIAL), None)
     overall = sums[of_genes].sum() / counts[of_genes].sum()
@@ -164,7 +164,7 @@ def tokens_run(dataset: zl.Dataset, *, epochs: int = 12, n_genes: int = 500, see
         for minibatch in loader(test, shuffle=False):
             where, values = masked_places(minibatch.tokens)
             losses["model"].append((model(minibatch.tokens, where) - values) ** 2)
-            losses["mean of the gene"].append((means[minibatch.tokens.input_ids[where]] - values) ** 2)
+            losses["mean of the gene"].append((means[minibatch.tokens["input_ids"][where]] - values) ** 2)
     return figures | {"losses": {name: torch.cat(each).mean().item() for name, each in losses.items()}}
 
 

@@ -219,8 +219,8 @@ def test_tokens_sets_and_controls_of_a_panel(dataset):
     found, wanted = zl.Loader(dataset[:, SOME], **options), zl.Loader(dataset, **options)
     chosen = ADATA.var_names.get_indexer(SOME)
     for one, other in zip(found, wanted, strict=True):
-        assert one.tokens.lengths.tolist() == (1 + np.count_nonzero(dense(one.x), axis=1)).tolist()
-        assert set(one.tokens.input_ids.unique().tolist()) <= {0, 1, *(2 + chosen).tolist()}
+        assert one.tokens["lengths"].tolist() == (1 + np.count_nonzero(dense(one.x), axis=1)).tolist()
+        assert set(one.tokens["input_ids"].unique().tolist()) <= {0, 1, *(2 + chosen).tolist()}
         assert repr(one.group) == repr(other.group)
         np.testing.assert_array_equal(dense(one.control.x), dense(other.control.x)[:, chosen])
     with pytest.raises(OptionError, match="of the panel"):

@@ -119,9 +119,9 @@ def test_tokens_train_a_masked_language_model(page: Any, tmp_path: Path) -> None
     tokenizer = zl.tokenizers.Geneformer(vocabulary, dict.fromkeys(names, 1.0), version="v2")
 
     def masked(minibatch: zl.Minibatch) -> dict[str, torch.Tensor]:
-        ids = minibatch.tokens.input_ids
+        ids = minibatch.tokens["input_ids"]
         chosen = (torch.rand(ids.shape) < 0.15) & (ids > 3)
-        return dict(minibatch.tokens) | {
+        return {name: minibatch.tokens[name] for name in ("input_ids", "attention_mask")} | {
             "input_ids": ids.masked_fill(chosen, 1),
             "labels": ids.masked_fill(~chosen, -100),
         }

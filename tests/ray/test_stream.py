@@ -160,9 +160,9 @@ def test_minibatches_survive_the_object_store(cluster, store, layout):
         assert all(one.set_of_row.equal(other.set_of_row) for one, other in zip(found, wanted, strict=True))
     if layout == "tokens":
         for one, other in zip(found, wanted, strict=True):
-            assert one.tokens.input_ids.equal(other.tokens.input_ids)
-            assert one.tokens.attention_mask.equal(other.tokens.attention_mask)
-            one.tokens.input_ids[:] = 0
+            assert one.tokens["input_ids"].equal(other.tokens["input_ids"])
+            assert one.tokens["attention_mask"].equal(other.tokens["attention_mask"])
+            one.tokens["input_ids"][:] = 0
 
 
 @pytest.mark.parametrize("producers", [1, 2, 3])

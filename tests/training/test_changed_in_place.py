@@ -10,9 +10,9 @@ import pytest
 import scipy.sparse
 import torch
 from helpers import counts, dense, write_store
+from zloader.training.packed import PackedRows
 
 import zloader as zl
-from zloader.training.packed import PackedRows
 from zloader.training.recipes import LAYOUTS
 from zloader.training.tokens import Tokens
 

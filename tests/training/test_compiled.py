@@ -66,7 +66,7 @@ def test_tokens_of_constant_length_compile_it_once(dataset: zl.Dataset) -> None:
     tokenizer = zl.tokenizers.ScGPT(vocabulary, max_length=24, pad_to=24)
     loader = zl.Loader(dataset, x=None, tokens=tokenizer, drop_last=True, **SIZES)
     embedding = torch.nn.Embedding(22, 4)
-    assert graphs(lambda minibatch: embedding(minibatch.tokens.input_ids), loader) == 1
+    assert graphs(lambda minibatch: embedding(minibatch.tokens["input_ids"]), loader) == 1
 
 
 def test_packed_rows_are_converted_in_a_compiled_step(dataset: zl.Dataset) -> None:

@@ -18,7 +18,6 @@ from zloader.reading.fetch import FetchScheduler, GroupBytes, read_at_once
 from zloader.reading.recipe import Cutting
 from zloader.reading.resources import BufferPool
 from zloader.training.batch_transform import Made
-from zloader.training.csr_rows import CsrRows
 
 N_ROWS, N_GENES = 150, 60
 IDS = [f"gene {number}" for number in range(N_GENES)]
@@ -59,7 +58,7 @@ def parts(value: Any) -> list[Any]:
         return []
     if isinstance(value, dict):
         return [part for each in value.values() for part in parts(each)]
-    if isinstance(value, zl.Minibatch | zl.PackedRows | CsrRows) or hasattr(value, "input_ids"):
+    if isinstance(value, zl.PackedRows):
         return [part for each in fields(value) for part in parts(getattr(value, each.name))]
     if scipy.sparse.issparse(value):
         return [value.indptr, value.indices, value.data]

@@ -6,7 +6,6 @@ import functools
 import pickle
 import re
 import threading
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ def twice(x: Any) -> Any:
 
 def doubled(minibatch: zl.Minibatch) -> zl.Minibatch:
     x = minibatch.x
-    return replace(minibatch, x={name: twice(x[name]) for name in x} if isinstance(x, dict) else twice(x))
+    return zl.Minibatch(minibatch, x={name: twice(x[name]) for name in x} if isinstance(x, dict) else twice(x))
 
 
 def totals(minibatch: zl.Minibatch) -> tuple[torch.Tensor, list[int]]:

@@ -55,7 +55,7 @@ def loader_of(url: Any, parts: dict[str, Any], retries: int = 9, **opening: Any)
 def extras(minibatch: zl.Minibatch) -> list[Any]:
     """What `assert_same_minibatches` does not compare."""
     tokens, sets = minibatch.tokens, minibatch.set_of_row
-    of_tokens = [] if tokens is None else [tensor.tolist() for tensor in vars(tokens).values() if tensor is not None]
+    of_tokens = [] if tokens is None else [tensor.tolist() for tensor in tokens.values()]
     return [*of_tokens, None if sets is None else sets.tolist()]
 
 

@@ -192,7 +192,7 @@ def test_everything_else_that_a_minibatch_has(url):
             wanted = VALUES[rows][:, [3, 1]]
             np.testing.assert_array_equal(dense(each.x["X"]), np.minimum(wanted, 9))
             np.testing.assert_array_equal(dense(each.x["layers/doubled"]), np.minimum(2 * wanted, 9))
-            assert each.tokens.lengths.tolist() == (1 + np.count_nonzero(wanted, axis=1)).tolist()
+            assert each.tokens["lengths"].tolist() == (1 + np.count_nonzero(wanted, axis=1)).tolist()
 
 
 def test_a_batch_transform_gets_the_controls(url):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -52,7 +52,7 @@ class _Encoder:
 
     def __call__(self, minibatch: Any) -> Tensors:
         """Those of MinibatchEncoder, and the other matrices as dense float32."""
-        first, *others = (replace(minibatch, x=minibatch.x[name]) for name in self.matrices.values())
+        first, *others = (Minibatch(minibatch, x=minibatch.x[name]) for name in self.matrices.values())
         of_obs = self.obs(first)
         matrices = [of_obs.pop("X"), *(self.obs(each)["X"] for each in others)]
         tensors = dict(zip(self.matrices, matrices, strict=True)) | of_obs

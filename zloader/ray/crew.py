@@ -363,7 +363,7 @@ def writable(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value if value.flags.writeable else np.asarray(_Writable(value))
     if isinstance(value, dict):
-        return {name: writable(each) for name, each in value.items()}
+        return type(value)((name, writable(each)) for name, each in value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {each.name: writable(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return dataclasses.replace(value, **parts)

@@ -13,7 +13,8 @@ import numpy as np
 from zloader.common.errors import OptionError
 from zloader.common.records import MinibatchArrays, Rows
 from zloader.reading.forms import called
-from zloader.training.minibatch import Minibatch, is_array, is_sparse, is_tensor
+from zloader.training.arrays import is_array, is_sparse, is_tensor
+from zloader.training.minibatch import Minibatch
 
 BatchTransform = Callable[[Minibatch], Any]
 Convert = Callable[[MinibatchArrays, Sequence[int]], Sequence[Minibatch]]  # the minibatches between cuts of arrays

@@ -15,8 +15,8 @@ from typing import Any
 import torch.utils.data
 
 from zloader.common.errors import OptionError
+from zloader.training.arrays import PackedRows
 from zloader.training.minibatch import Minibatch
-from zloader.training.packed import PackedRows
 
 # Taken minibatches whose training may still run on the device. A training loop that waits for nothing queues work far
 # ahead of the device, and the memory of all minibatches in the queue would be in use.

@@ -54,8 +54,8 @@ log = logging.getLogger("zloader")
 if TYPE_CHECKING:
     import torch.utils.data
 
+    from zloader.training.arrays import Dtype
     from zloader.training.devices import Device
-    from zloader.training.packed import Dtype
 
     _Dataset: TypeAlias = torch.utils.data.IterableDataset[Minibatch]
 else:
@@ -113,7 +113,7 @@ class Loader(_Dataset):
         batch_transform: a function of your own that gets each Minibatch. The loader yields what it returns. It runs
             after `transforms`, in several threads at once.
         framework: whose arrays minibatches hold: `"torch"` or `"numpy"`. With NumPy, torch is not imported, and x is a
-            zl.CsrRows with layout csr or packed. A DataLoader needs torch.
+            PackedRows with layout csr or packed. A DataLoader needs torch.
         device: where minibatches arrive: `"cuda"`, `"cuda:1"`, `"xpu"`, `"mps"`, or a torch.device. The next ones are
             on the device before they are asked for. Needs layout csr, dense or packed. Default: the memory of the host.
         seed: decides every order and the draws of transforms. A whole number of at least 0.

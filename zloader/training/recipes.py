@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zloader.common.checks import names_of, one_or_more, require_one_of
+from zloader.common.checks import name_of_dtype, names_of, one_or_more, require_one_of
 from zloader.common.compiled import load_compiler
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
@@ -26,9 +26,9 @@ from zloader.reading import gather
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.reading.rehearsal import EPOCHS_IN_NUMPY, IN_NUMPY
+from zloader.training.arrays import NumPy
 from zloader.training.batch_transform import BatchTransform, Made, made, require_function
-from zloader.training.frameworks import NumPy
-from zloader.training.minibatch import Minibatch, minibatches_of, usable_dtype
+from zloader.training.minibatch import Minibatch, minibatches_of
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.transform import Transforms, transforms_of
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zloader.training.delivery import LentMemory
 
 LAYOUTS = ("csr", "dense", "packed", "scipy")
+DTYPES = ("float32", "float64", "int32", "int64")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -262,7 +263,7 @@ class LoaderRecipes:
             group = {name: self.dataset.whole.obs_column(name) for name in self.sampling.options.group}
             more["set_of_row"] = self._arrays.array(sets)
             more["group"] = {name: column.labels_of(first) for name, column in group.items()}
-        return replace(self._only(arrays), **more)
+        return Minibatch(self._only(arrays), **more)
 
     def _with_companions(
         self, companions: Companions, arrays: MinibatchArrays
@@ -299,3 +300,20 @@ def bound_companions(
         controls=None if controls is None else controls.bound(dataset, sampling),
         neighbors=None if neighbors is None else neighbors.bound(dataset, sampling),
     )
+
+
+def usable_dtype(dtype: Any, layout: str) -> str | None:
+    """The name of a dtype; None for the stored dtypes of "packed". Raises OptionError if x cannot have it."""
+    if layout == "packed":
+        if dtype is not None:
+            raise OptionError(
+                f"layout='packed' has the stored dtypes: leave dtype={dtype!r:.100} out, and give it to "
+                "minibatch.x.csr, dense or padded"
+            )
+        return None
+    if "float16" in str(dtype):
+        raise OptionError(
+            f"half floats are made on the device: leave dtype={dtype!r:.100} out, and convert x there, as "
+            "minibatch.x.to(torch.bfloat16) does (docs/howto/mixed_precision.md)"
+        )
+    return "float32" if dtype is None else name_of_dtype(DTYPES, dtype=dtype)

@@ -11,30 +11,19 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays
-from zloader.training.frameworks import NumPy
+from zloader.training.arrays import NumPy, sparse_csr
 from zloader.training.minibatch import Minibatch
-from zloader.training.packed import PackedRows
 
 
 class Torch(NumPy):
-    """Tensors that share the memory of the gathered arrays."""
+    """Makes tensors that share the memory of the gathered arrays."""
 
     def array(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values)
 
     def csr(self, x: CsrArrays) -> torch.Tensor:
-        return torch.sparse_csr_tensor(
-            torch.from_numpy(x.indptr),
-            torch.from_numpy(x.indices),
-            torch.from_numpy(x.values),
-            size=(len(x.indptr) - 1, x.n_genes),
-            check_invariants=False,  # the gather ensures them, and checking costs more than gathering
-        )
-
-    def packed(self, x: CsrArrays) -> PackedRows:
-        return PackedRows(
-            torch.from_numpy(x.indptr), torch.from_numpy(x.indices), torch.from_numpy(x.values), x.n_genes
-        )
+        indptr, genes, values = map(torch.from_numpy, (x.indptr, x.indices, x.values))
+        return sparse_csr(indptr, genes, values, x.n_genes)
 
 
 # Triggers, unseen, torch's once-per-process warnings about sparse CSR, because users can do nothing about them.

@@ -1,12 +1,12 @@
-"""Tokens as arrays of a framework, and the tokenizer of a Loader bound to the genes of its dataset."""
+"""The tokenizer of a Loader, bound to the genes of its dataset."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,73 +14,15 @@ from numpy.typing import NDArray
 from zloader.common.deferred import pd
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.messages import listed, suggestion
-from zloader.common.records import TokenArrays
 from zloader.dataset.dataset import Dataset
 from zloader.tokenizers.geneformer import Geneformer
 from zloader.tokenizers.scgpt import ScGPT
 from zloader.tokenizers.tokenizer import BoundTokenizer
 from zloader.tokenizers.vocabulary import GeneNames
 
-if TYPE_CHECKING:
-    import torch
-
 Tokenizer: TypeAlias = Geneformer | ScGPT
 
 log = logging.getLogger("zloader")
-
-_OF_MODELS = ("input_ids", "attention_mask")
-
-
-@dataclass(kw_only=True)
-class Tokens:
-    """The tokens of a minibatch, as `minibatch.tokens`. All tensors but `lengths` are rows x places.
-
-    `model(**tokens)` and `dict(tokens)` have the tensors that a model of transformers takes: `input_ids` and
-    `attention_mask`.
-
-    input_ids: token ids, int64 or int32, padded with the tokenizer's pad id.
-    values: the values of the tokens, float32.
-    attention_mask: True where there is a token, False at padding.
-    lengths: the number of tokens of each row, int64.
-    """
-
-    input_ids: torch.Tensor
-    values: torch.Tensor
-    attention_mask: torch.Tensor
-    lengths: torch.Tensor
-
-    # Not a collections.abc.Mapping: it would have to have a method `values`, and libraries would rebuild it from the
-    # tensors for a model alone.
-    def keys(self) -> tuple[str, ...]:
-        """The names of the tensors that a model of transformers takes."""
-        return _OF_MODELS
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self.keys():
-            hint = f": write tokens.{name}" if name in ("values", "lengths") else ""
-            raise MissingColumnError(f"the tokens for a model have no {name!r}, only {listed(self.keys())}{hint}")
-        tensor: torch.Tensor = getattr(self, name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
-    @classmethod
-    def of(cls, arrays: TokenArrays, array: Callable[[NDArray[Any]], Any]) -> Tokens:
-        """The results of `array` for these arrays."""
-        return cls(**{each.name: array(getattr(arrays, each.name)) for each in fields(cls)})
-
-    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
-        """The results of a function for all tensors."""
-        return Tokens(**{each.name: function(getattr(self, each.name)) for each in fields(self)})
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Tokens:
-        """A copy on the device."""
-        return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Tokens:
-        """A copy in page-locked memory, as DataLoader needs it."""
-        return self.each(lambda tensor: tensor.pin_memory())
 
 
 def bound_tokenizer(tokens: Tokenizer | None, dataset: Dataset) -> BoundTokenizer | None:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 import zloader as zl
-from benchmarks.training.pretraining.model import masked_places, predicted
+from benchmarks.training.pretraining.model import Tokens, masked_places, predicted
 from benchmarks.training.pretraining.ranks import Ranks
 from benchmarks.training.pretraining.settings import N_BINS
-from zloader.training.tokens import Tokens
 
 
 class GeneMeans:
@@ -21,10 +20,10 @@ class GeneMeans:
 
     def add(self, tokens: Tokens) -> None:
         """Counts all values of a minibatch."""
-        values = tokens.values / N_BINS
-        of_genes = tokens.attention_mask & (values > 0)  # a special token has the value 0
+        values = tokens["values"] / N_BINS
+        of_genes = tokens["attention_mask"] & (values > 0)  # a special token has the value 0
         for number, weights in enumerate((torch.where(of_genes, values, 0), of_genes)):
-            ids = tokens.input_ids.flatten()
+            ids = tokens["input_ids"].flatten()
             self.totals[number] += torch.bincount(ids, weights.flatten().double(), self.totals.shape[1])
 
     def means(self, ranks: Ranks) -> torch.Tensor:
@@ -46,7 +45,7 @@ def held_out_losses(
     for number, minibatch in enumerate(minibatches):
         masked = masked_places(minibatch.tokens, share, number)
         predictions, truth = predicted(model, minibatch.tokens, masked, N_BINS)
-        each = [predictions, means[minibatch.tokens.input_ids]]
+        each = [predictions, means[minibatch.tokens["input_ids"]]]
         errors[:2] += torch.stack([torch.where(masked, one - truth, 0).double().square().sum() for one in each])
         errors[2] += masked.sum()
     of_model, of_means, places = ranks.sums(errors).tolist()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zloader.training.tokens import Tokens
+Tokens = dict[str, torch.Tensor]  # those of `minibatch.tokens`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +81,10 @@ class MaskedValues(nn.Module):
 
 def masked_places(tokens: Tokens, share: float, *key: int) -> torch.Tensor:
     """A share of the genes of each row, rows x places. They depend on the key, and on the shape of the minibatch."""
-    generator = torch.Generator(tokens.values.device).manual_seed(zlib.crc32(repr(key).encode()))
-    chosen = torch.rand(tokens.values.shape, generator=generator, device=tokens.values.device) < share
+    generator = torch.Generator(tokens["values"].device).manual_seed(zlib.crc32(repr(key).encode()))
+    chosen = torch.rand(tokens["values"].shape, generator=generator, device=tokens["values"].device) < share
     chosen[:, 0] = False  # <cls>
-    return chosen & tokens.attention_mask
+    return chosen & tokens["attention_mask"]
 
 
 def predicted(model: nn.Module, tokens: Tokens, masked: torch.Tensor, n_bins: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,9 +92,9 @@ def predicted(model: nn.Module, tokens: Tokens, masked: torch.Tensor, n_bins: in
 
     Attention needs no mask, and is faster without, if the minibatch has no padding.
     """
-    values = tokens.values.clamp(min=0) / n_bins
-    attended = None if bool(tokens.attention_mask.all()) else tokens.attention_mask[:, None, None]
-    return model(tokens.input_ids, values, masked, attended).float(), values
+    values = tokens["values"].clamp(min=0) / n_bins
+    attended = None if bool(tokens["attention_mask"].all()) else tokens["attention_mask"][:, None, None]
+    return model(tokens["input_ids"], values, masked, attended).float(), values
 
 
 def masked_loss(predictions: torch.Tensor, truth: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,7 @@ from scipy.special import gammaln
 
 import zloader as zl
 from benchmarks.data.programmes import DEPTH_SD, OF_CELL_SD, OF_TYPE_SD, Truth
-from benchmarks.training.pretraining.model import masked_places
-from zloader.training.tokens import Tokens
+from benchmarks.training.pretraining.model import Tokens, masked_places
 
 _STEPS = 12  # of Newton's method; the last ones change nothing
 _LARGEST_STEP = 1.0
@@ -45,7 +44,7 @@ def oracle_losses(
         assert np.array_equal(some.index, counts.index)
         masked = masked_places(some.tokens, share, minibatch).numpy()
         for number, row in enumerate(counts.index.tolist()):
-            genes, values = some.tokens.input_ids[number].numpy() - n_special, some.tokens.values[number].numpy()
+            genes, values = some.tokens["input_ids"][number].numpy() - n_special, some.tokens["values"][number].numpy()
             of_row = counts.x[number].numpy()
             bins = _bins_of_counts(full.tokens, number, of_row, n_special) / tokenizer.n_bins
             hidden = masked[number]
@@ -66,9 +65,9 @@ def oracle_losses(
 
 def _bins_of_counts(full: Tokens, number: int, counts: NDArray[np.float32], n_special: int) -> Floats:
     """The bin of each count from 0 to the largest of a row; that of a count between two others is interpolated."""
-    genes = full.input_ids[number].numpy() - n_special
+    genes = full["input_ids"][number].numpy() - n_special
     known, first = np.unique(counts[genes[genes >= 0]], return_index=True)
-    return np.interp(np.arange(int(counts.max()) + 1), known, full.values[number].numpy()[genes >= 0][first])
+    return np.interp(np.arange(int(counts.max()) + 1), known, full["values"][number].numpy()[genes >= 0][first])
 
 
 def _mean_values(rates: Floats, values: Floats) -> Floats:

@@ -25,10 +25,9 @@ import zloader as zl
 from benchmarks.training.pretraining import checkpoint
 from benchmarks.training.pretraining.costs import costs_of, peak_flops
 from benchmarks.training.pretraining.held_out import GeneMeans, held_out_losses
-from benchmarks.training.pretraining.model import SHAPES, MaskedValues, masked_loss, masked_places, predicted
+from benchmarks.training.pretraining.model import SHAPES, MaskedValues, Tokens, masked_loss, masked_places, predicted
 from benchmarks.training.pretraining.ranks import Ranks, gpu_bytes, peak_bytes, ray_cpu_s, streamed
 from benchmarks.training.pretraining.settings import N_BINS, Settings, Source, tokenizer_of, vocabulary_of
-from zloader.training.tokens import Tokens
 
 Figures = dict[str, Any]
 _COUNTED = ("seconds", "wait_s", "first_wait_s", "saving_s", "steps", "rows", "tokens", "flops", "losses")
@@ -171,7 +170,7 @@ class Training:
         loss = self._descend(tokens)
         self.means.add(tokens)
         checksum = zlib.crc32(minibatch.index.cpu().numpy().tobytes())
-        known = (len(minibatch), tokens.lengths.sum().item(), checksum, loss.item())
+        known = (len(minibatch), tokens["lengths"].sum().item(), checksum, loss.item())
         rows, n_tokens, checksums, losses = self._sums(known)
         mean_loss = losses / self.ranks.size
         if not math.isfinite(mean_loss):
@@ -180,7 +179,7 @@ class Training:
         progress.step += 1
         progress.losses.append(mean_loss)
         progress.order = zlib.crc32(f"{progress.order} {checksums:.0f}".encode())
-        flops = n_tokens * self.costs.flops(tokens.input_ids.shape[1])
+        flops = n_tokens * self.costs.flops(tokens["input_ids"].shape[1])
         for name, value in {"steps": 1, "rows": rows, "tokens": n_tokens, "flops": flops, "losses": mean_loss}.items():
             now[name] += value
 
@@ -235,12 +234,11 @@ class Training:
     def _rows_per_s_alone(self) -> float:
         """Rows per second of this rank on tokens that are there already. Leaves the model as it was."""
         rows, length = self.settings.batch_size, self.settings.tokens
-        tokens = Tokens(
-            input_ids=torch.arange(rows * length).view(rows, length) % self.n_tokens,
-            values=torch.ones(rows, length),
-            attention_mask=torch.ones(rows, length, dtype=torch.bool),
-            lengths=torch.full((rows,), length),
-        ).to(self.device)
+        tokens = {
+            "input_ids": torch.arange(rows * length, device=self.device).view(rows, length) % self.n_tokens,
+            "values": torch.ones(rows, length, device=self.device),
+            "attention_mask": torch.ones(rows, length, dtype=torch.bool, device=self.device),
+        }
         saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         took: list[float] = []
         while len(took) < 4 or sum(took[2:]) < self.settings.probe_s:  # the first steps compile, and find memory
