@@ -24,7 +24,7 @@ from zloader.commands.bench_run import BenchEpoch, kind_of, medians, run_epoch
 from zloader.common.errors import ZloaderError
 from zloader.insight import usage
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
-from zloader.training.minibatch import DTYPES
+from zloader.training.recipes import DTYPES
 
 pytestmark = pytest.mark.any_version
 
