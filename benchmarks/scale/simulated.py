@@ -34,9 +34,9 @@ from zloader.order.plan import Plan, Remaining
 from zloader.order.shuffling import stratified
 from zloader.producing.production import Production
 from zloader.producing.window import LostError, MeanBytes, Window
-from zloader.reading.read_plan import FillPlanner, ReadPlanner, planner_of
+from zloader.reading.read_plan import FillPlanner
 from zloader.reading.resources import Counters
-from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, distinct, expand, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, distinct, expand, total_bytes
 from zloader.storage.placement import ObjectIndex
 from zloader.storage.row_blocks import RowForm
 
@@ -102,7 +102,7 @@ class Store:
 
     def __init__(self, rows: int) -> None:
         self.rows, self._options = rows, FetchOptions(memory="1GiB")
-        self.planners: list[tuple[ReadPlanner, defaultdict[int, ObjectIndex]]] = []
+        self._arrays: list[tuple[ArrayLayout, defaultdict[int, ObjectIndex]]] = []
         self._sizes: dict[str, int] = {}  # of the first objects, as a sample
         for path in STORED:
             layout = _layout(path, rows)
@@ -111,15 +111,15 @@ class Store:
             self._sizes |= dict.fromkeys(shards, size * CHUNKS_PER_SHARD)
             offsets = size * np.arange(CHUNKS_PER_SHARD)
             index = ObjectIndex(np.stack([offsets, np.full(CHUNKS_PER_SHARD, size)], axis=1).astype(np.uint64))
-            self.planners.append((planner_of(layout, self._options), defaultdict(lambda index=index: index)))
-        genes, values = (planner.layout for planner, _ in self.planners)
+            self._arrays.append((layout, defaultdict(lambda index=index: index)))
+        genes, values = (layout for layout, _ in self._arrays)
         self._matrix = MatrixLayout(path="X", n_rows=rows, n_genes=1 << 16, genes=genes, values=values)
         self.form = RowForm.of(self._matrix, None, compact=False)
 
     @cached_property
-    def planner(self) -> ReadPlanner:
+    def layout(self) -> ArrayLayout:
         """That of either array, for chunks."""
-        return self.planners[0][0]
+        return self._arrays[0][0]
 
     def filling(self, sweeping: float) -> FillPlanner:
         """The planner of mirrors, of machines that read this share of the rows in one piece."""
@@ -128,13 +128,13 @@ class Store:
     @property
     def stored_bytes(self) -> int:
         """The bytes of all objects of both arrays."""
-        layout = self.planner.layout
+        layout = self.layout
         index_bytes = len(STORED) * layout.n_shards * layout.placement.index_bytes
         return layout.n_chunks * sum(STORED_CHUNK.values()) + index_bytes
 
     def chunks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The chunks of some rows."""
-        return chunks_of(self._first_elements(rows), self._first_elements(rows + 1), self.planner.layout)
+        return chunks_of(self._first_elements(rows), self._first_elements(rows + 1), self.layout)
 
     def _first_elements(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """They drift, so that blocks of rows do not begin with a chunk."""
@@ -147,7 +147,11 @@ class Store:
 
     def reads(self, chunks: NDArray[np.int64]) -> tuple[int, int]:
         """GETs and bytes of these chunks of both arrays."""
-        spans = [planner.spans(chunks, indexes)[0] for planner, indexes in self.planners]
+        gap_bytes, max_read_bytes = self._options.gap_bytes, self._options.max_read_bytes
+        spans = [
+            chunk_spans(layout, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)[0]
+            for layout, indexes in self._arrays
+        ]
         return sum(map(len, spans)), sum(map(total_bytes, spans))
 
     def mirror_reads(self, filling: FillPlanner, blocks: NDArray[np.int64]) -> tuple[int, int, NDArray[np.int64]]:
@@ -156,7 +160,7 @@ class Store:
         """
         if not len(blocks):
             return 0, 0, blocks
-        layout, gap = self.planner.layout, self._options.gap_bytes
+        layout, gap = self.layout, self._options.gap_bytes
         firsts = blocks * self.form.block_rows
         stops = np.minimum(firsts + self.form.block_rows, self.rows)
         begin, end = (self._first_elements(rows) for rows in (firsts, stops))
@@ -246,7 +250,7 @@ class Machine:
 
     def forget(self) -> None:
         """Forgets the shard indexes, as a new producer does."""
-        self.indexed = np.zeros(self.store.planner.layout.n_shards, bool)
+        self.indexed = np.zeros(self.store.layout.n_shards, bool)
 
     @property
     def mirror_bytes(self) -> int:
@@ -265,7 +269,7 @@ class Machine:
             share = len(missing) * self.store.form.block_rows / epoch.plan.n_positions(number)
         n_new = int(np.count_nonzero(~self.indexed[shards])) * len(STORED)
         self.indexed[shards] = True
-        n_bytes += n_new * self.store.planner.layout.placement.index_bytes
+        n_bytes += n_new * self.store.layout.placement.index_bytes
         self.gets += gets + n_new
         self.bytes_read += n_bytes
         return n_bytes, share

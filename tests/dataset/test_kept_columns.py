@@ -21,7 +21,8 @@ from zloader.common import page_cache
 from zloader.common.errors import CacheError, FormatError, MissingObjectError, ReadError
 from zloader.conversion.writing import elements
 from zloader.dataset import obsm_arrays
-from zloader.reading.column_rows import PagedColumn, rows_of
+from zloader.reading.fetch import read_at_once
+from zloader.reading.recipe import PagedColumn
 from zloader.storage import row_blocks
 
 pytestmark = pytest.mark.any_version
@@ -640,9 +641,9 @@ def test_no_rows_have_dtypes_too(tmp_path, store):
         "lane": "int32",
         "maybe": "float64",
     }
-    assert [rows_of(arrays[name], none, {}).shape for name in OBSM] == [(0, 5), (0, 2, 3)]
-    with pytest.raises(KeyError):
-        rows_of(arrays["pca"], np.arange(3), {})
+    obsm = read_at_once(recipe, none, zl.FetchOptions()).obsm
+    assert [obsm[name].shape for name in OBSM] == [(0, 5), (0, 2, 3)]
+    assert [obsm[name].dtype for name in OBSM] == [ADATA.obsm[name].dtype for name in OBSM]
 
 
 @pytest.mark.slow

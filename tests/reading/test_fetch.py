@@ -213,12 +213,17 @@ def test_buffers_hold_what_is_needed_and_keep_the_next_one_aligned(store, rows):
     starts, stops = part.matrix.elements_of(np.array(rows), part.indptr)
     with opened_readers([part], zl.FetchOptions(), Counters(), sweeping=0) as [reader]:
         needed = reader.needed(slice(None), np.array(rows))
-        assert needed.buffer_bytes == sum(of_array.n_bytes for of_array in needed.through)
-        assert needed.ahead_bytes == needed.buffer_bytes or not needed.buffer_bytes  # rows may have no elements
-        for of_array in needed.through:
-            n_bytes = (stops - starts).sum() * of_array.layout.dtype.itemsize
-            assert 0 <= of_array.n_bytes - n_bytes < 64
-            assert of_array.n_bytes % 64 == 0
+        assert needed.ahead_bytes == needed.buffer_bytes
+        buffer = np.empty(needed.buffer_bytes, np.uint8)
+        begins = []
+        for array, place in zip(part.matrix.arrays, needed.through.places(buffer), strict=True):
+            assert place.size == (stops - starts).sum()
+            assert place.dtype == array.dtype
+            begins.append(place.__array_interface__["data"][0] - buffer.__array_interface__["data"][0])
+            assert begins[-1] % 64 == 0
+        ends = [begins[1], needed.buffer_bytes]
+        for array, begin, end in zip(part.matrix.arrays, begins, ends, strict=True):
+            assert 0 <= end - begin - (stops - starts).sum() * array.dtype.itemsize < 64
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zloader.common.errors import FormatError
-from zloader.reading.read_plan import Needed
-from zloader.reading.reader import ChunkReads
+from zloader.reading.chunks import Reads
+from zloader.reading.read_plan import Elements
 from zloader.storage.decode import Decoder, _copy_parts, columns_of, copy_parts
 from zloader.storage.layout import ArrayLayout, Grid, MatrixLayout, chunk_spans, chunks_of, distinct
 from zloader.storage.metadata import layout_of
@@ -48,8 +48,9 @@ GRIDS: dict[str, Any] = {
 def rows_of(root: Path, layout: ArrayLayout, rows: np.ndarray) -> np.ndarray:
     """Some rows of an array, by the plan of their reads, plain file reads and the decoder."""
     width = layout.grid.row_elements
-    needed = Needed.of(layout, rows * width, (rows + 1) * width)
-    chunks = distinct(needed.chunks)
+    needed = Elements.of([layout], rows * width, (rows + 1) * width)
+    ((chunks_of_jobs, jobs),) = needed.jobs
+    chunks = distinct(chunks_of_jobs)
     np.testing.assert_array_equal(chunks, chunks_of(rows * width, (rows + 1) * width, layout))
     indexes = {}
     for shard in distinct(chunks // layout.chunks_per_shard).tolist():
@@ -59,13 +60,13 @@ def rows_of(root: Path, layout: ArrayLayout, rows: np.ndarray) -> np.ndarray:
             found = layout.placement.parse(file.read_bytes()[found.start : found.stop], shard, file.stat().st_size)
         indexes[shard] = ObjectIndex(found)
     spans, absent = chunk_spans(layout, chunks, indexes, gap_bytes=64, max_read_bytes=200)
-    reads = ChunkReads(spans)
+    reads = Reads(spans)
     stored = [(root / each.span.key).read_bytes()[each.span.start : each.span.stop] for each in spans]
-    jobs, out = reads.located(needed.chunks, needed.jobs), np.full(needed.n_elements, 99, layout.dtype)
+    jobs, out = reads.located(chunks_of_jobs, jobs), np.full(needed.n_elements, 99, layout.dtype)
     here = jobs["read"] >= 0
-    np.testing.assert_array_equal(distinct(needed.chunks[~here]), absent)
+    np.testing.assert_array_equal(distinct(chunks_of_jobs[~here]), absent)
     assert not Decoder(layout).decode_all(stored, jobs[here], out)
-    for job in needed.jobs[~here]:
+    for job in jobs[~here]:
         columns = slice(job["column"], job["column"] + job["stop"] - job["first"])
         columns_of(out, job["begin"], job["rows"], width)[:, columns] = layout.fill_value
     return np.stack([out[begin : begin + width] for begin in needed.begins]) if len(rows) else out.reshape(0, width)
@@ -86,7 +87,7 @@ def test_rows_are_those_that_zarr_reads(tmp_path: Path, name: str, zarr_format: 
     layout = layout_of(_named(array), absent_is_fill=True)
     assert layout.grid is not None
     assert layout.n_elements == values.size
-    assert layout.n_bands == math.ceil(shape[0] / chunks[0])
+    assert layout.band_elements == chunks[0] * layout.grid.row_elements
     written = {str(file.relative_to(tmp_path)) for file in (tmp_path / "X").rglob("*") if file.is_file()}
     assert written - {"X/zarr.json", "X/.zarray", "X/.zattrs"} <= {
         layout.shard_key(shard) for shard in range(layout.n_shards)
@@ -180,11 +181,12 @@ def test_parts_are_copied_alike_with_and_without_the_compiler(data: st.DataObjec
     layout = ArrayLayout.plain("X", dtype, n_elements=math.prod(shape), chunk_elements=math.prod(chunk))
     layout = replace(layout, grid=grid)
     rows = np.array(data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=12)), np.int64)
-    needed = Needed.of(layout, rows * shape[1], (rows + 1) * shape[1])
+    needed = Elements.of([layout], rows * shape[1], (rows + 1) * shape[1])
+    ((_, jobs),) = needed.jobs
     whole = np.random.default_rng(0).integers(0, 250, math.prod(chunk)).astype(dtype)
     plain, fast = (np.zeros(needed.n_elements, dtype) for _ in range(2))
-    _copy_parts(needed.jobs, whole, plain, grid.part_elements, grid.row_elements)
-    copy_parts._compiled()(needed.jobs, whole, fast, grid.part_elements, grid.row_elements)
+    _copy_parts(jobs, whole, plain, grid.part_elements, grid.row_elements)
+    copy_parts._compiled()(jobs, whole, fast, grid.part_elements, grid.row_elements)
     np.testing.assert_array_equal(plain, fast)
     columns = np.arange(shape[1])
     wanted = whole.reshape(chunk)[(rows % chunk[0])[:, None], columns % chunk[1]]

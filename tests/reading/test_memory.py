@@ -16,7 +16,7 @@ from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
 from zloader.reading.gates import ByteBudget
 from zloader.reading.matrix_parts import opened_readers
-from zloader.reading.matrix_rows import LoadedRows, PlannedRows
+from zloader.reading.matrix_rows import LoadedRows
 from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.selecting.genes import ChosenGenes
@@ -113,14 +113,13 @@ def test_copies_of_the_values_of_chosen_genes_are_counted(store, dense):
     lengths, starts = np.full(N_ROWS, 3000), np.zeros(N_ROWS, np.int64)
     with opened_readers(parts, zl.FetchOptions(), Counters(), sweeping=0) as [reader]:
         needed = {0: reader.needed(slice(None), np.arange(N_ROWS))}
-    planned = PlannedRows(parts=parts, needed=needed, n_rows=N_ROWS)
     genes, values = np.arange(3000, dtype=np.uint16), np.ones(3000, parts[0].matrix.values.dtype)
     rows = gather.SourceRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
-    form = Form(dense=dense, dtype="float32")
+    form, loaded = Form(dense=dense, dtype="float32"), LoadedRows.of(parts, needed, [rows], N_ROWS)
     for measured in (False, True):  # the first call compiles
         if measured:
             tracemalloc.start()
-        form.gathered([gather.choose(rows, chosen)], N_ROWS, n_genes=5, stored=planned.stored)
+        form.gathered([gather.choose(rows, chosen)], N_ROWS, n_genes=5, stored=loaded.stored)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most <= LoadedRows.of(planned, [rows]).row_bytes(form).sum() + 64 * N_ROWS + 50_000
+    assert most <= loaded.row_bytes(form).sum() + 64 * N_ROWS + 50_000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
-from zloader.reading.read_plan import FillPlanner, Needed, batches
+from zloader.reading.read_plan import Elements, FillPlanner, batches
 from zloader.storage.layout import ArrayLayout, ChunkSpan, MatrixLayout
 from zloader.storage.row_blocks import RowForm
 
@@ -100,13 +100,14 @@ def test_the_jobs_of_rows_bring_all_their_elements(pairs, chunk_elements):
     """Rows in any order, also the same one twice. The elements of a chunk are those of its first element and so on."""
     starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
     layout = ArrayLayout.plain("a", "i8", n_elements=350, chunk_elements=chunk_elements, chunks_per_shard=1024)
-    needed = Needed.of(layout, starts, starts + lengths)
+    needed = Elements.of([layout], starts, starts + lengths)
+    ((chunks, jobs),) = needed.jobs
     out = np.full(needed.n_elements, -1)
-    for chunk, job in zip(needed.chunks.tolist(), needed.jobs, strict=True):
+    for chunk, job in zip(chunks.tolist(), jobs, strict=True):
         assert 0 <= job["first"] < job["stop"] <= chunk_elements == job["elements"]
         taken = chunk * chunk_elements + np.arange(job["first"], job["stop"])
         out[job["begin"] : job["begin"] + len(taken)] = taken
-    assert (np.diff(needed.chunks) >= 0).all(), "the jobs of a chunk follow one another"
+    assert (np.diff(chunks) >= 0).all(), "the jobs of a chunk follow one another"
     assert needed.n_elements == lengths.sum()
     for start, length, begin in zip(starts, lengths, needed.begins, strict=True):
         assert out[begin : begin + length].tolist() == list(range(start, start + length))

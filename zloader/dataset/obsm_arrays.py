@@ -21,10 +21,9 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
-from zloader.reading.column_rows import PagedColumn
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form
-from zloader.reading.recipe import Recipe, RowColumns
+from zloader.reading.recipe import PagedColumn, Recipe, RowColumns
 from zloader.selecting.columns import require_exact, unfit_obsm
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import MatrixLayout

@@ -21,10 +21,10 @@ from zloader.dataset.dataset import Dataset
 from zloader.dataset.store import OpenedStore
 from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Channel
-from zloader.reading.read_plan import FillPlanner, ReadPlanner, planner_of, share_of
-from zloader.reading.shard_indexes import ShardIndexes
+from zloader.reading.chunks import ShardIndexes
+from zloader.reading.read_plan import FillPlanner, share_of
 from zloader.selecting.groups import shares
-from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, distinct, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, distinct, total_bytes
 from zloader.storage.placement import ObjectIndex
 from zloader.storage.row_blocks import RowForm
 from zloader.storage.row_offsets import RowOffsets
@@ -97,10 +97,9 @@ def epoch_costs(
         for count, of_reads in zip((every, first, later), (of_matrix, *filling), strict=True):
             steps = list(_chunks_by_array(matrix, store.offsets(matrix), of_reads))
             for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
-                planner = planner_of(array, options)
-                shards = planner.shards(np.concatenate([np.empty(0, np.int64), *wanted]))
-                indexes = read_indexes(store, array, shards, options)
-                count.add(planner, wanted, indexes)
+                chunks = np.concatenate([np.empty(0, np.int64), *wanted])
+                indexes = read_indexes(store, array, chunks, options)
+                count.add(array, options, wanted, indexes)
                 # In a sampled epoch, the other fetches need the other shards, too.
                 if (size := array.placement.index_bytes) and count is not later:
                     needed = indexes if exact else range(array.n_shards)
@@ -163,10 +162,11 @@ class _Count:
     index_gets: int = 0
     index_bytes: int = 0
 
-    def add(self, planner: ReadPlanner, wanted: Sequence[Rows], indexes: Indexes) -> None:
+    def add(self, array: ArrayLayout, options: FetchOptions, wanted: Sequence[Rows], indexes: Indexes) -> None:
         """Counts the reads for chunks that are read together."""
+        gap_bytes, max_read_bytes = options.gap_bytes, options.max_read_bytes
         for chunks in wanted:
-            spans, _ = planner.spans(chunks, indexes)
+            spans, _ = chunk_spans(array, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
             self.gets += len(spans)
             self.n_bytes += total_bytes(spans)
 
@@ -185,16 +185,16 @@ class _Count:
 
 
 def read_indexes(
-    store: OpenedStore, array: ArrayLayout, shards: Sequence[int], options: FetchOptions = _DEFAULTS
+    store: OpenedStore, array: ArrayLayout, chunks: Rows, options: FetchOptions = _DEFAULTS
 ) -> dict[int, ObjectIndex]:
-    """The index of each shard: the offset and size of its chunks. Raises the errors of ShardIndexes."""
+    """The index of each shard of some chunks: the offset and size of its chunks. Raises the errors of ShardIndexes."""
     source, indexes = store.source(options), ShardIndexes(array, store.object_sizes(), store.location.url)
 
     async def read(spans: Sequence[Span], _: int) -> Sequence[bytes]:
         return await source.read(spans)
 
     async def produce(put: Channel[dict[int, ObjectIndex]]) -> None:
-        await put([await indexes.of(shards, read)], 0)
+        await put([await indexes.of(chunks, read)], 0)
 
     (found,) = Bridge(produce, ready_bytes=1, name="zloader-indexes")
     return found

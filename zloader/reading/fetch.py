@@ -26,14 +26,13 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, TokenRows, X
 from zloader.order.plan import Fetch
 from zloader.reading.bridge import Bridge, Channel
-from zloader.reading.column_rows import LoadedColumn, PagedColumn, load_column, rows_of
-from zloader.reading.forms import Transforming
+from zloader.reading.forms import Form, Transforming
 from zloader.reading.gates import Ahead, ByteBudget, GroupSizes
-from zloader.reading.gather import indptr_of
+from zloader.reading.gather import SourceRows, indptr_of
 from zloader.reading.matrix_parts import opened_readers
-from zloader.reading.matrix_reader import MatrixReader
-from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
-from zloader.reading.recipe import Recipe
+from zloader.reading.matrix_reader import MatrixReader, Needed
+from zloader.reading.matrix_rows import LoadedRows, needed_rows
+from zloader.reading.recipe import PagedColumn, Recipe
 from zloader.reading.resources import BufferPool, Counters, begun
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import shares
@@ -43,19 +42,18 @@ log = logging.getLogger("zloader")
 
 @dataclass(frozen=True, kw_only=True)
 class _Loaded:
-    """A fetch whose elements are in memory: its rows in each matrix, and those in each paged column.
+    """A fetch whose elements are in memory: its rows in each matrix of x, and those in each paged column.
 
     `buffer`, and `ahead_bytes` of the memory of fetches, are given back when all its minibatches are made.
     """
 
     fetch: Fetch
-    x: list[LoadedRows]
-    columns: Mapping[PagedColumn, LoadedColumn]
+    x: Sequence[LoadedRows]
+    columns: Mapping[PagedColumn, LoadedRows]
     buffer: NDArray[np.uint8]
     ahead_bytes: int
 
 
-_PlannedColumns: TypeAlias = dict[PagedColumn, PlannedRows]
 # Minibatches that a thread makes, and the bytes of their x. After the last ones of a fetch comes the fetch itself.
 _Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Future[tuple[Sequence[Any], float]], int, int] | _Loaded | None]"
 
@@ -116,9 +114,10 @@ class FetchScheduler:
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
         jobs: _Jobs = asyncio.Queue()
         recipe, counters = self._recipe, self.counters
+        parts = [part for of_array in recipe.arrays for part in of_array]
         # Gathering has its own threads, so that minibatches do not queue behind the decoding of later fetches.
         with (
-            opened_readers(recipe.parts, self._options, counters, sweeping=recipe.sweeping) as readers,
+            opened_readers(parts, self._options, counters, sweeping=recipe.sweeping) as readers,
             ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-gather") as gathering,
         ):
             try:
@@ -141,40 +140,40 @@ class FetchScheduler:
             await self._ahead.acquire()
             # Aside if it may read row offsets from a store.
             looks_up = any(reader.looks_up for reader in readers)
-            x, columns = await aside(self._plan, fetch, readers) if looks_up else self._plan(fetch, readers)
-            ahead_bytes = sum(rows.ahead_bytes for rows in x)
+            needed = await aside(self._plan, fetch, readers) if looks_up else self._plan(fetch, readers)
+            ahead_bytes = sum(rows.ahead_bytes for of_array in needed for rows in of_array.values())
             await self._room.acquire(ahead_bytes)
-            loads.put_nowait(group.create_task(self._load(fetch, x, columns, ahead_bytes, turn)))
+            loads.put_nowait(group.create_task(self._load(fetch, needed, ahead_bytes, turn)))
         loads.put_nowait(None)
 
-    def _plan(self, fetch: Fetch, readers: list[MatrixReader]) -> tuple[list[PlannedRows], _PlannedColumns]:
-        """The rows of a fetch in each matrix, and those in each paged column."""
-        rows, n_stores = fetch.rows, len(self._ends)
-        at = dict(shares(self._ends, rows)) if n_stores else {}
-        of_arrays = [readers[first : first + n_stores] for first in range(0, len(readers), max(1, n_stores))]
-        n_matrices = len(self._recipe.x)
-        matrices = zip(self._recipe.x.values(), of_arrays[:n_matrices], strict=True)
-        columns = zip(self._recipe.columns.paged, of_arrays[n_matrices:], strict=True)
-        return (
-            [plan_rows(parts, each, rows, at, self._ends) for parts, each in matrices],
-            {column: plan_rows(column.parts, each, rows, at, self._ends) for column, each in columns},
-        )
+    def _plan(self, fetch: Fetch, readers: list[MatrixReader]) -> list[dict[int, Needed]]:
+        """What the fetch needs of each array, store by store."""
+        n_stores = len(self._ends)
+        at = dict(shares(self._ends, fetch.rows)) if n_stores else {}
+        return [
+            needed_rows(parts, readers[number * n_stores :], fetch.rows, at, self._ends)
+            for number, parts in enumerate(self._recipe.arrays)
+        ]
 
-    async def _load(
-        self, fetch: Fetch, x: list[PlannedRows], columns: _PlannedColumns, ahead_bytes: int, turn: int
-    ) -> _Loaded:
-        buffer, used = self._buffers.take(sum(rows.n_bytes for rows in x)), 0
-        loads = []
+    async def _load(self, fetch: Fetch, needed: list[dict[int, Needed]], ahead_bytes: int, turn: int) -> _Loaded:
+        buffer = self._buffers.take(sum(rows.buffer_bytes for of_array in needed for rows in of_array.values()))
+        loads: list[list[asyncio.Task[list[SourceRows]]]] = [[] for _ in needed]
+        used = 0
         async with asyncio.TaskGroup() as group:
-            for rows in x:
-                slot = buffer[used : used + rows.n_bytes]
-                used += rows.n_bytes
-                loads.append(group.create_task(load_rows(rows, slot, turn=turn)))
-            of_columns = {column: group.create_task(load_column(rows, turn)) for column, rows in columns.items()}
+            for of_array, tasks in zip(needed, loads, strict=True):
+                for rows in of_array.values():
+                    slot = buffer[used : used + rows.buffer_bytes]
+                    used += rows.buffer_bytes
+                    tasks.append(group.create_task(rows.reader.load(rows, slot, turn=turn)))
+        loaded = [
+            LoadedRows.of(parts, of_array, [rows for task in tasks for rows in task.result()], len(fetch.rows))
+            for parts, of_array, tasks in zip(self._recipe.arrays, needed, loads, strict=True)
+        ]
+        n_matrices = len(self._recipe.x)
         return _Loaded(
             fetch=fetch,
-            x=[load.result() for load in loads],
-            columns={column: load.result() for column, load in of_columns.items()},
+            x=loaded[:n_matrices],
+            columns=dict(zip(self._recipe.columns.paged, loaded[n_matrices:], strict=True)),
             buffer=buffer,
             ahead_bytes=ahead_bytes,
         )
@@ -185,14 +184,15 @@ class FetchScheduler:
         without_x = MinibatchArrays(
             x={},
             obs={name: column.taken(rows) for name, column in self._columns.items()},
-            obsm={name: rows_of(array, rows, loaded.columns) for name, array in self._obsm.items()},
+            obsm={name: _taken(array, loaded) for name, array in self._obsm.items()},
             index=rows,
             sets=loaded.fetch.sets,
             present={name: has[rows] for name, has in self._recipe.columns.present.items()},
         )
         self._tell_of_missing_labels(without_x.obs)
-        for column in self._columns.values():
-            page_cache.release(column.values)
+        for values in [*(column.values for column in self._columns.values()), *self._obsm.values()]:
+            if not isinstance(values, PagedColumn):
+                page_cache.release(values)
         return without_x
 
     def _tell_of_missing_labels(self, obs: Mapping[str, NDArray[Any]]) -> None:
@@ -285,6 +285,16 @@ class FetchScheduler:
             else:
                 x[name] = of_matrix.transformed(taken, rows, transforming)
         return x
+
+
+def _taken(array: NDArray[Any] | PagedColumn, loaded: _Loaded) -> NDArray[Any]:
+    """The rows of a fetch from an obsm array. Rows that it lacks are zeros."""
+    rows = loaded.fetch.rows
+    if not isinstance(array, PagedColumn):
+        return array[rows]
+    x = loaded.columns[array].x(np.arange(len(rows)), Form(dense=True, dtype=None))
+    assert isinstance(x, np.ndarray)
+    return x.astype(array.parts[0].matrix.values.dtype, copy=False).reshape(len(rows), *array.row_shape)
 
 
 def read_at_once(recipe: Recipe, rows: Rows, options: FetchOptions) -> MinibatchArrays:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +19,16 @@ from numpy.typing import NDArray
 from zloader.caching.leases import Leases
 from zloader.caching.rows_file import RowsFile
 from zloader.common.concurrent_calls import aside
-from zloader.common.locks import cached_property
 from zloader.common.records import Rows, Span
+from zloader.reading.chunks import ArrayReader, Corrupt, Reads, Stored
 from zloader.reading.gather import SourceRows, as_bits, totals_of
 from zloader.reading.loops import copy_rows
-from zloader.reading.read_plan import FillPlanner, Needed, jobs_of
-from zloader.reading.reader import ArrayReader, ChunkReads, Corrupt, Stored
+from zloader.reading.read_plan import Elements, FillPlanner, jobs_of
 from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.coded_rows import ENTRY_BYTES, code_blocks, views_of, words_of
 from zloader.storage.layout import MatrixLayout, chunks_of
-from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm, begun_blocks
+from zloader.storage.row_blocks import ENTRY, RowForm, begun_blocks
 from zloader.storage.row_offsets import RowOffsets
 
 # Decoded bytes that a thread holds on their way to the mirror. Fresh memory costs page faults, and memory that is used
@@ -42,7 +40,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeededRows:
+class Needed:
     """Some rows of a matrix that a fetch needs, at positions `at` of it.
 
     `through` are the elements that are read into the buffer of the fetch, as far as is known now.
@@ -51,28 +49,27 @@ class NeededRows:
     reader: MatrixReader
     at: Rows | slice
     rows: Rows
-    through: Sequence[Needed] = field(default=())
+    through: Elements | None = None
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffer that loading needs."""
-        return sum(needed.n_bytes for needed in self.through)
+        return 0 if self.through is None else self.through.n_bytes
 
-    @cached_property
+    @property
     def ahead_bytes(self) -> int:
-        """The memory that the rows take until they are gathered, about, in the buffer or in the page cache."""
-        if not self.through:
+        """The memory that the rows take until they are gathered, about, in the buffer or in the page cache.
+
+        Rows of a mirror count, too, because a small page cache would evict them.
+        """
+        if self.through is None:
             return int(len(self.rows) * self.reader.row_bytes)
-        return self.buffer_bytes + sum(needed.parts_bytes for needed in self.through)
+        return self.through.n_bytes + self.through.parts_bytes
 
     @property
     def chooses_later(self) -> bool:
         """Whether the genes of x are chosen when minibatches are gathered, for some rows at least."""
-        return bool(self.through) or not self.reader.keeps_columns
-
-    async def load(self, buffer: NDArray[np.uint8], *, turn: int) -> Sequence[SourceRows]:
-        """Loads the rows, as `reader` does."""
-        return await self.reader.load(self, buffer, turn=turn)
+        return self.through is not None or not self.reader.keeps_columns
 
 
 class MatrixReader:
@@ -111,9 +108,9 @@ class MatrixReader:
         """Whether the mirror keeps rows whose genes are columns of x."""
         return self.mirror is not None and self._matrix.genes is not None
 
-    def needed(self, at: Rows | slice, rows: Rows) -> NeededRows:
+    def needed(self, at: Rows | slice, rows: Rows) -> Needed:
         """Some rows, to be loaded. A mirror knows where its rows are, and row offsets are looked up for others only."""
-        needed, mirror = NeededRows(reader=self, at=at, rows=rows), self.mirror
+        needed, mirror = Needed(reader=self, at=at, rows=rows), self.mirror
         if mirror is not None:
             rows = rows[:0] if mirror.writable else rows[self._absent(mirror, rows, mirror.absent(mirror.blocks(rows)))]
             if not len(rows):
@@ -135,43 +132,38 @@ class MatrixReader:
             return self._matrix.elements_of(rows, self._indptr)
         return await aside(self._matrix.elements_of, rows, self._indptr)
 
-    def _through(self, starts: Rows, stops: Rows) -> list[Needed]:
+    def _through(self, starts: Rows, stops: Rows) -> Elements:
         for array in self._arrays:
             array.require_room(starts, stops)
-        return [Needed.of(array.layout, starts, stops) for array in self._arrays]
+        return Elements.of(self._matrix.arrays, starts, stops)
 
     @staticmethod
     def _absent(mirror: RowsFile, rows: Rows, missing: Rows) -> NDArray[np.bool_]:
         return np.isin(rows // mirror.form.block_rows, missing)
 
-    async def load(self, needed: NeededRows, buffer: NDArray[np.uint8], *, turn: int) -> Sequence[SourceRows]:
+    async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> list[SourceRows]:
         """The needed rows, from one to three sources. Reads with a smaller `turn` go first."""
-        mirror, whole, rows, sources = self.mirror, self._whole, needed.rows, []
-        if mirror is None and whole is None:
-            return [await self._read_through(needed.at, needed.through, buffer, turn)]
-        absent = np.ones(len(rows), bool)
-        if mirror is not None:
-            blocks = mirror.blocks(rows)
-            filled = await self.fill_mirror(blocks, turn) if mirror.writable else blocks[:0]
+        rows, at, absent, sources = needed.rows, needed.at, np.ones(len(needed.rows), bool), []
+        # Rows with all genes are for a full or read-only cache, which has no room for those of the chosen ones.
+        for mirror, take in ((self.mirror, self._kept_in), (self._whole, self._chosen_of)):
+            if mirror is None or not absent.any():
+                continue
+            blocks = mirror.blocks(rows[absent])
+            fills = mirror is self.mirror and mirror.writable
+            filled = await self.fill_mirror(blocks, turn) if fills else blocks[:0]
             missing = await self._missing(mirror, blocks)
             self._count_kept(mirror, blocks[~np.isin(blocks, np.concatenate([filled, missing]))])
-            absent = self._absent(mirror, rows, missing)
-            if not absent.all() or not len(rows):
-                found, _ = await self._resources.run(mirror.rows, rows[~absent])
-                at = _some(needed.at, ~absent) if absent.any() else needed.at
-                sources.append(self._of_kept(found, at))
-        if whole is not None and absent.any():  # and a full or read-only cache, which has no room for the genes
-            blocks = whole.blocks(rows[absent])
-            missing = await self._missing(whole, blocks)
-            self._count_kept(whole, blocks[~np.isin(blocks, missing)])
-            of_whole = absent & ~self._absent(whole, rows, missing)
-            if of_whole.any():
-                chosen, _ = await self._resources.run(self._chosen_of, whole, rows[of_whole])
-                sources.append(replace(chosen, at=_some(needed.at, of_whole)))
-            absent &= ~of_whole
+            here = absent & ~self._absent(mirror, rows, missing)
+            if here.any():
+                kept, _ = await self._resources.run(take, mirror, rows[here])
+                sources.append(replace(kept, at=at if here.all() else _some(at, here)))
+                absent &= ~here
         if absent.any() or not sources:
-            through = self._through(*await self._bounds(rows[absent]))
-            sources.append(await self._read_through(_some(needed.at, absent), through, buffer, turn))
+            through = needed.through
+            if through is None or self.mirror is not None or not absent.all():
+                through = self._through(*await self._bounds(rows[absent]))
+                at = _some(at, absent)
+            sources.append(await self._read_through(at, through, buffer, turn))
         return sources
 
     def _count_kept(self, mirror: RowsFile, blocks: Rows) -> None:
@@ -181,12 +173,13 @@ class MatrixReader:
     def _chosen_of(self, whole: RowsFile, rows: Rows) -> SourceRows:
         """The chosen genes of some rows with all genes, as a mirror of a panel has them."""
         assert self._chosen is not None
-        found = self._of_kept(whole.rows(rows), slice(None)).decoded(self._matrix.n_genes)
+        found = self._kept_in(whole, rows).decoded(self._matrix.n_genes)
         totals = totals_of(found.values, found.starts[1], found.lengths)
         return replace(found.with_genes(self._chosen, None), totals=totals)
 
-    def _of_kept(self, kept: KeptRows, at: Rows | slice) -> SourceRows:
-        form = kept.form
+    def _kept_in(self, mirror: RowsFile, rows: Rows) -> SourceRows:
+        """Some rows where they are in the memory of a mirror."""
+        kept, form, at = mirror.rows(rows), mirror.form, slice(None)
         if form.genes is None:
             values = words_of(kept.content, form.values)
             return SourceRows(
@@ -200,20 +193,18 @@ class MatrixReader:
         )
 
     async def _read_through(
-        self, at: Rows | slice, through: Sequence[Needed], buffer: NDArray[np.uint8], turn: int
+        self, at: Rows | slice, through: Elements, buffer: NDArray[np.uint8], turn: int
     ) -> SourceRows:
         """Rows that are decoded into the buffer, or into memory of their own if it is too small."""
-        if sum(each.n_bytes for each in through) > len(buffer):  # the mirror's disk has filled up meanwhile
-            buffer = np.empty(sum(each.n_bytes for each in through), np.uint8)
-        used, loads = 0, []
+        if through.n_bytes > len(buffer):  # the mirror's disk has filled up meanwhile
+            buffer = np.empty(through.n_bytes, np.uint8)
+        places = through.places(buffer)
         async with asyncio.TaskGroup() as group:
-            for array, of_array in zip(self._arrays, through, strict=True):
-                slot = buffer[used : used + of_array.n_bytes]
-                used += of_array.n_bytes
-                loads.append(group.create_task(array.load(of_array, slot, turn=turn)))
-        *genes, values = (load.result() for load in loads)
-        begins, totals = through[-1].begins, None
-        lengths = np.diff(begins, append=through[-1].n_elements)
+            for array, (chunks, jobs), place in zip(self._arrays, through.jobs, places, strict=True):
+                group.create_task(array.load(chunks, jobs, place, turn=turn))
+        *genes, values = places
+        begins, totals = through.begins, None
+        lengths = np.diff(begins, append=through.n_elements)
         if (self.mirror or self._whole) is not None and self._keeps_chosen:  # as of rows that are in the mirror
             totals, _ = await self._resources.run(totals_of, values, begins, lengths)
         return SourceRows(
@@ -293,9 +284,7 @@ class MatrixReader:
             firsts = np.arange(0, len(rows), form.block_rows)
             lasts = np.minimum(firsts + form.block_rows, len(rows)) - 1
             chunks, jobs = jobs_of(array.layout, starts[firsts], stops[lasts], places)
-            n_elements = len(memory) // form.values.itemsize
-            needed = Needed(layout=array.layout, begins=places, n_elements=n_elements, chunks=chunks, jobs=jobs)
-            await array.load(needed, memory, turn=turn)
+            await array.load(chunks, jobs, words_of(memory, form.values), turn=turn)
             await self._resources.run(mirror.put, blocks, ends, memory)
         finally:
             self._resources.bands.release(n_bytes)
@@ -369,15 +358,14 @@ class MatrixReader:
         self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
     ) -> Corrupt:
         """Decodes rows, and then chooses their genes and codes them."""
-        wrong, needed = [], self._through(starts, stops)
-        parts: list[NDArray[Any]] = []
-        for array, each, reads, of_reads in zip(self._arrays, needed, batch.reads, batch.shared(stored), strict=True):
-            part = each.elements(self._resources.own_buffer(f"decoded {len(parts)}", each.n_bytes))
-            wrong += array.decode(reads, reads.located(each.chunks, each.jobs), part, of_reads)
+        wrong, decoded = [], self._through(starts, stops)
+        parts = decoded.places(self._resources.own_buffer("decoded", decoded.n_bytes))
+        of_arrays = zip(self._arrays, decoded.jobs, parts, batch.reads, batch.shared(stored), strict=True)
+        for array, jobs, part, reads, of_reads in of_arrays:
+            wrong += array.decode(reads, reads.located(*jobs), part, of_reads)
             part.flags.writeable = False  # as of all rows, or else numba compiles more loops
-            parts.append(part)
         if not wrong:
-            (genes, values), begins = parts, needed[0].begins
+            (genes, values), begins = parts, decoded.begins
             rows = SourceRows(
                 at=slice(None), genes=genes, values=values, starts=(begins, begins), lengths=stops - starts
             )
@@ -391,7 +379,7 @@ class MatrixReader:
     def _keep_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:
         """Packs and writes blocks of the chosen genes, from rows with all genes, on this thread."""
         for some in self._stretches(mirror, blocks):
-            rows = self._of_kept(whole.rows(mirror.form.rows_of(blocks[some])), slice(None))
+            rows = self._kept_in(whole, mirror.form.rows_of(blocks[some]))
             self._put(mirror, blocks[some], rows.decoded(self._matrix.n_genes))
 
     def _put(self, mirror: RowsFile, blocks: Rows, rows: SourceRows) -> None:
@@ -414,7 +402,7 @@ class _Batch:
     blocks: Rows
     starts: Rows
     stops: Rows
-    reads: Sequence[ChunkReads]
+    reads: Sequence[Reads]
 
     @property
     def spans(self) -> list[Span]:

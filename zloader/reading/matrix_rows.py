@@ -7,7 +7,6 @@ it gets all of the memory, in which the places of rows are addresses. Nothing is
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from zloader.reading import gather
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.gather import SourceRows
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.matrix_reader import MatrixReader, NeededRows
+from zloader.reading.matrix_reader import MatrixReader, Needed
 from zloader.selecting.groups import by_value, shares
 from zloader.storage.layout import chunks_of
 from zloader.transforms.transform import RefusedValue
@@ -31,57 +30,17 @@ from zloader.transforms.transform import RefusedValue
 Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each with the positions of its rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedRows:
-    """The rows of a fetch in one matrix, before its reads.
-
-    For each part that the `n_rows` rows touch, `needed` has its rows.
-    """
-
-    parts: Sequence[MatrixPart]
-    needed: Mapping[int, NeededRows]
-    n_rows: int
-
-    @property
-    def n_bytes(self) -> int:
-        """Buffer bytes for the decoded elements."""
-        return sum(needed.buffer_bytes for needed in self.needed.values())
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Bytes that it takes of `buffer_bytes`.
-
-        Elements from a mirror count, too, because a small page cache would evict them.
-        """
-        return sum(needed.ahead_bytes for needed in self.needed.values())
-
-    @property
-    def lacks_rows(self) -> bool:
-        """Whether the matrix may lack some of the rows."""
-        return any(part.row_of is not None for part in self.parts)
-
-    @property
-    def stored(self) -> list[np.dtype[Any]]:
-        """The dtypes of the values in the stores."""
-        return [part.matrix.values.dtype for part in self.parts]
-
-
-def plan_rows(
-    parts: Sequence[MatrixPart],
-    readers: Sequence[MatrixReader],
-    rows: Rows,
-    at: Shares,
-    ends: Rows,
-) -> PlannedRows:
-    """Plans the reads of some rows. Part k has `readers[k]` and ends before row `ends[k]`."""
+def needed_rows(
+    parts: Sequence[MatrixPart], readers: Sequence[MatrixReader], rows: Rows, at: Shares, ends: Rows
+) -> dict[int, Needed]:
+    """What some rows need of each part of a matrix. Part k has `readers[k]` and ends before row `ends[k]`."""
     needed = {}
     for number, of_store in at.items():
         part = parts[number]
         of_part, here = part.held(rows[of_store] - (ends[number] - part.n_rows), of_store)
-        if not len(of_part):
-            continue
-        needed[number] = readers[number].needed(here, of_part)
-    return PlannedRows(parts=parts, needed=needed, n_rows=len(rows))
+        if len(of_part):
+            needed[number] = readers[number].needed(here, of_part)
+    return needed
 
 
 _FIRST = 64  # the first byte of `memory`, as there is none at address 0
@@ -112,14 +71,15 @@ def kind_of(rows: SourceRows) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRows:
-    """The rows of a fetch in one matrix, in memory. Row i has `lengths[i]` elements.
+    """The rows of a fetch in one matrix, in memory: what they `needed` of its parts. Row i has `lengths[i]` elements.
 
     It is gathered like the rows of the source `kinds[kind[i]]`; a row that the matrix lacks has no kind. In `memory`,
     its genes and values begin at `starts[0][i]` and `starts[1][i]`, and the columns of its genes at `tables[i]`. A row
     of a panel has the total of the row with all genes in `totals[i]`.
     """
 
-    planned: PlannedRows
+    parts: Sequence[MatrixPart]
+    needed: Mapping[int, Needed]
     lengths: Rows
     sources: Sequence[SourceRows]  # which keep the memory
     kinds: Sequence[SourceRows]
@@ -129,9 +89,11 @@ class LoadedRows:
     totals: NDArray[np.float64]
 
     @classmethod
-    def of(cls, planned: PlannedRows, sources: Sequence[SourceRows]) -> LoadedRows:
-        """The rows that have been loaded, and where each of them is in memory."""
-        n_rows, keys = planned.n_rows, [kind_of(rows) for rows in sources]
+    def of(
+        cls, parts: Sequence[MatrixPart], needed: Mapping[int, Needed], sources: Sequence[SourceRows], n_rows: int
+    ) -> LoadedRows:
+        """The rows of a fetch of `n_rows` that have been loaded, and where each of them is in memory."""
+        keys = [kind_of(rows) for rows in sources]
         kinds = dict(zip(keys, sources, strict=True))
         starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
         lengths, totals = np.zeros(n_rows, np.int64), np.zeros(n_rows)
@@ -147,7 +109,8 @@ class LoadedRows:
             if rows.totals is not None:
                 totals[rows.at] = rows.totals
         return cls(
-            planned=planned,
+            parts=parts,
+            needed=needed,
             lengths=lengths,
             sources=sources,
             kinds=list(kinds.values()),
@@ -158,39 +121,42 @@ class LoadedRows:
         )
 
     @property
+    def stored(self) -> list[np.dtype[Any]]:
+        """The dtypes of the values in the stores."""
+        return [part.matrix.values.dtype for part in self.parts]
+
+    @property
     def exact(self) -> Form:
         """CSR form in float32 if it holds every stored value, else in float64."""
-        return Form(dense=False, dtype=np.result_type(np.float32, *self.planned.stored).name)
+        return Form(dense=False, dtype=np.result_type(np.float32, *self.stored).name)
 
     def row_bytes(self, form: Form) -> Rows:
         """Bytes of each row of x, with copies; an upper bound for CSR from dense stores."""
-        n_columns = self.planned.parts[0].n_columns
-        value_bytes = form.value_bytes(self.planned.stored)
+        n_columns = self.parts[0].n_columns
+        value_bytes = form.value_bytes(self.stored)
         per_row, per_element = self._copied_bytes()
         if form.dense and not form.narrow:
             return self.lengths * per_element + (per_row + n_columns * value_bytes)
-        chosen = any(part.genes is not None and not part.genes.takes_all for part in self.planned.parts)
+        chosen = any(part.genes is not None and not part.genes.takes_all for part in self.parts)
         lengths = np.minimum(self.lengths, n_columns) if chosen else self.lengths
         return self.lengths * per_element + per_row + lengths * (form.gene_bytes(n_columns) + value_bytes)
 
     def _copied_bytes(self) -> tuple[int, int]:
         """Bytes per row and per element of the copies that `gather.choose` and `gather.widened` make, at most."""
         per_element = per_row = 0
-        needed = self.planned.needed.items()
-        for part in (self.planned.parts[number] for number, rows in needed if rows.chooses_later):
+        for part in (self.parts[number] for number, rows in self.needed.items() if rows.chooses_later):
             itemsize = part.matrix.values.dtype.itemsize
             if part.genes is not None and part.indptr is None:
                 per_row = max(per_row, itemsize * part.n_columns)
             elif part.genes is not None and not part.genes.takes_all:
                 per_element = max(per_element, itemsize + part.genes.column_of.itemsize)
-        widened = 6 if any(dtype == np.float16 for dtype in self.planned.stored) else 0  # a copy, and float32
+        widened = 6 if any(dtype == np.float16 for dtype in self.stored) else 0  # a copy, and float32
         return per_row, per_element + widened
 
     def x(self, taken: Rows, form: Form) -> X:
         """x for the positions `taken` of the fetch."""
         parts = [self._rows_of(self.kinds[number], taken[here], here) for number, here in self._kinds(taken)]
-        n_genes, stored = self.planned.parts[0].n_columns, self.planned.stored
-        return form.gathered(parts, len(taken), n_genes=n_genes, stored=stored)
+        return form.gathered(parts, len(taken), n_genes=self.parts[0].n_columns, stored=self.stored)
 
     def transformed(self, taken: Rows, rows: Rows, transforming: Transforming) -> X:
         """As `x`, with transforms, for `rows` of the dataset. Raises OptionError for a value that one cannot take."""
@@ -207,14 +173,12 @@ class LoadedRows:
     def _found(self, value: Any, row: int, taken: Rows, rows: Rows) -> str:
         """Says in which row and store a value is. `row` counts the rows of a minibatch."""
         positions = np.arange(len(self.lengths))
-        needed = self.planned.needed.items()
-        number = next(number for number, of_part in needed if taken[row] in positions[of_part.at])
-        part = self.planned.parts[number]
+        part = next(self.parts[number] for number, of in self.needed.items() if taken[row] in positions[of.at])
         return f"{part.matrix.path} of {part.url} holds {value!s} in row {rows[row]} of the dataset"
 
     def _kinds(self, taken: Rows) -> Sequence[tuple[int, Rows | slice]]:
         """The kinds of the rows at positions `taken` of the fetch, each with the places of its rows among them."""
-        if len(self.kinds) == 1 and not self.planned.lacks_rows:
+        if len(self.kinds) == 1 and all(part.row_of is None for part in self.parts):
             return [(0, slice(None))]
         return [(number, at) for number, at in by_value(self.kind[taken]) if number < len(self.kinds)]
 
@@ -239,22 +203,6 @@ class LoadedRows:
             return rows
         columns = None if genes is None else (memory(chosen.column_of.dtype), self.tables[taken])
         return gather.choose(rows, chosen, columns)
-
-
-async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> LoadedRows:
-    """Loads planned rows into a buffer of `n_bytes`, unless a mirror has them."""
-    return LoadedRows.of(planned, await load_sources(planned, buffer, turn=turn))
-
-
-async def load_sources(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> list[SourceRows]:
-    """Loads planned rows as `load_rows` does."""
-    used, loads = 0, []
-    async with asyncio.TaskGroup() as group:
-        for needed in planned.needed.values():
-            slot = buffer[used : used + needed.buffer_bytes]
-            used += needed.buffer_bytes
-            loads.append(group.create_task(needed.load(slot, turn=turn)))
-    return [rows for load in loads for rows in load.result()]
 
 
 def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows) -> float:

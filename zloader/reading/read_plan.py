@@ -23,13 +23,10 @@ from zloader.storage.layout import (
     Grid,
     MatrixLayout,
     align_to_runs,
-    chunk_spans,
-    distinct,
     expand,
     fill_gaps,
     runs_of,
 )
-from zloader.storage.placement import ObjectIndex
 from zloader.storage.row_blocks import RowForm
 
 # What costs little to read may cost much to decode: sorted labels shrink to a hundredth. Reads are not extended by more
@@ -38,32 +35,6 @@ MOST_SHRUNK = 16
 _CHUNKS_OF_RUN, _RUN_BYTES = 4, 32 << 20  # the chunks at the ends of a run are decoded with both neighbours
 _BATCH_BYTES, _DECODED_BYTES = 8 << 20, 16 << 20  # stored and decoded, of the blocks that are read together
 _RUNS = 12  # at least, in a piece of an array that is read completely: a third of the GETs for 3 % more bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadPlanner:
-    """Plans the reads of one array. `gap_bytes` and `max_read_bytes` shape the spans, as in FetchOptions."""
-
-    layout: ArrayLayout
-    gap_bytes: int
-    max_read_bytes: int
-
-    def shards(self, chunks: Rows) -> list[int]:
-        """The shards that contain the chunks."""
-        found: list[int] = distinct(chunks // self.layout.chunks_per_shard).tolist()
-        return found
-
-    def spans(self, chunks: Rows, indexes: Mapping[int, ObjectIndex]) -> tuple[list[ChunkSpan], Rows]:
-        """The spans to read for `chunks`, and the chunks that are not stored.
-
-        `indexes` has the index of each of their shards.
-        """
-        return chunk_spans(self.layout, chunks, indexes, gap_bytes=self.gap_bytes, max_read_bytes=self.max_read_bytes)
-
-
-def planner_of(layout: ArrayLayout, options: FetchOptions) -> ReadPlanner:
-    """The planner of an array."""
-    return ReadPlanner(layout=layout, gap_bytes=options.gap_bytes, max_read_bytes=options.max_read_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,42 +145,48 @@ def batches(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needed:
-    """The elements that rows need from one array, one row after another: row i begins at `begins[i]` of `n_elements`.
+class Elements:
+    """The elements that rows need from the arrays of a matrix, one row after another.
 
-    `jobs` (dtype CHUNK, or PART in a grid) say how the pieces of `chunks`, ascending, are decoded to there, without
-    where they are stored.
+    Row i begins at `begins[i]` of `n_elements`. For each array, `jobs` has chunks, ascending, and how their pieces
+    are decoded to there (dtype CHUNK, or PART in a grid), without where they are stored.
     """
 
-    layout: ArrayLayout
+    arrays: Sequence[ArrayLayout]
     begins: Rows
     n_elements: int
-    chunks: Rows
-    jobs: NDArray[Any]
+    jobs: Sequence[tuple[Rows, NDArray[Any]]]
 
     @classmethod
-    def of(cls, layout: ArrayLayout, starts: Rows, stops: Rows) -> Needed:
+    def of(cls, arrays: Sequence[ArrayLayout], starts: Rows, stops: Rows) -> Elements:
         """The elements `[start, stop)` of each row. Rows that adjoin are one piece, as far as they are in one chunk."""
         firsts, lasts, counts = runs_of(starts, stops)
-        ends = np.cumsum(lasts - firsts)
-        to = ends - (lasts - firsts)
-        chunks, jobs = jobs_of(layout, firsts, lasts, to)
+        lengths = lasts - firsts
+        to = np.cumsum(lengths) - lengths
+        jobs = [jobs_of(array, firsts, lasts, to) for array in arrays]
         begins = starts + np.repeat(to - firsts, counts)
-        return cls(layout=layout, begins=begins, n_elements=int(ends[-1]) if len(ends) else 0, chunks=chunks, jobs=jobs)
+        return cls(arrays=arrays, begins=begins, n_elements=int(lengths.sum()), jobs=jobs)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the elements, a multiple of 64."""
-        return -(-self.n_elements * self.layout.dtype.itemsize // 64) * 64
+        """Bytes of the elements, a multiple of 64 for each array."""
+        return sum(self._aligned(array) for array in self.arrays)
+
+    def _aligned(self, array: ArrayLayout) -> int:
+        return -(-self.n_elements * array.dtype.itemsize // 64) * 64
 
     @property
     def parts_bytes(self) -> int:
         """Bytes of the jobs, which are many if chunks hold parts of rows."""
-        return 0 if self.layout.grid is None else self.jobs.nbytes
+        return sum(jobs.nbytes for array, (_, jobs) in zip(self.arrays, self.jobs, strict=True) if array.grid)
 
-    def elements(self, buffer: NDArray[np.uint8]) -> NDArray[Any]:
-        """The first bytes of a buffer as the elements."""
-        return buffer[: self.n_elements * self.layout.dtype.itemsize].view(self.layout.dtype)
+    def places(self, buffer: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        """Where the elements of each array go in a buffer of `n_bytes`."""
+        places, used = [], 0
+        for array in self.arrays:
+            places.append(buffer[used : used + self.n_elements * array.dtype.itemsize].view(array.dtype))
+            used += self._aligned(array)
+        return places
 
 
 def jobs_of(layout: ArrayLayout, starts: Rows, stops: Rows, begins: Rows) -> tuple[Rows, NDArray[Any]]:

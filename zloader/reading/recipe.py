@@ -11,11 +11,21 @@ from numpy.typing import NDArray
 
 from zloader.common.records import MinibatchArrays, Rows
 from zloader.reading import gather
-from zloader.reading.column_rows import PagedColumn
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.columns import ObsColumn
 from zloader.tokenizers.tokenizer import BoundTokenizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedColumn:
+    """A large obsm array: each fetch loads its rows, like those of x.
+
+    `parts` has the array in each store, as a dense matrix of the same dtype. A row has the shape `row_shape`.
+    """
+
+    parts: Sequence[MatrixPart]
+    row_shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +86,11 @@ class Recipe:
         return self.wanted is None or name in self.wanted
 
     @property
-    def parts(self) -> list[MatrixPart]:
-        """The parts of all arrays that are read: of each matrix, then of each paged column."""
-        of_arrays = [*self.x.values(), *(column.parts for column in self.columns.paged)]
-        return [part for parts in of_arrays for part in parts]
+    def arrays(self) -> list[Sequence[MatrixPart]]:
+        """The parts of each array that is read: of each matrix, then of each paged column."""
+        return [*self.x.values(), *(column.parts for column in self.columns.paged)]
 
     @property
     def ends(self) -> Rows:
         """The row before which each store ends."""
-        parts = next(iter([*self.x.values(), *(column.parts for column in self.columns.paged)]), [])
-        return np.cumsum([part.n_rows for part in parts], dtype=np.int64)
+        return np.cumsum([part.n_rows for part in next(iter(self.arrays), [])], dtype=np.int64)

@@ -61,11 +61,6 @@ class BufferPool:
                 self._free.pop()  # all are too small: drop one instead of keeping both
         return np.empty(n_bytes + n_bytes // 8, np.uint8)
 
-    @property
-    def n_free(self) -> int:
-        """Buffers that are not in use."""
-        return len(self._free)
-
     def __reduce__(self) -> tuple[type[BufferPool], tuple[()]]:
         return BufferPool, ()  # a worker process begins with an empty pool
 

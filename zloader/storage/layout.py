@@ -176,11 +176,6 @@ class ArrayLayout:
         return self.chunk_elements if self.grid is None else self.grid.chunk[0] * self.grid.row_elements
 
     @property
-    def n_bands(self) -> int:
-        """Number of bands, or of chunks if they hold whole rows."""
-        return -(-self.n_elements // self.band_elements)
-
-    @property
     def n_shards(self) -> int:
         """Number of shards, which are stored objects."""
         return -(-self.n_chunks // self.chunks_per_shard)

@@ -7,7 +7,7 @@ as soon as it arrives.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, FormatError, MissingObjectError
 from zloader.common.records import Rows, Span
-from zloader.reading.read_plan import Needed, batches, planner_of
+from zloader.reading.read_plan import batches
 from zloader.reading.resources import Resources
-from zloader.reading.shard_indexes import ShardIndexes, explained
 from zloader.storage.decode import PART, Decoder, columns_of
-from zloader.storage.layout import ArrayLayout, ChunkSpan, distinct, runs_of, total_bytes
+from zloader.storage.layout import ArrayLayout, ChunkSpan, chunk_spans, distinct, runs_of, total_bytes
+from zloader.storage.placement import ObjectIndex
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
 # A task costs about 0.3 ms of interpreter time, which is then small beside decoding, and eight tasks at once keep the
@@ -29,9 +29,12 @@ _BATCH_BYTES = 8 << 20
 _BATCHES_IN_FLIGHT = 8
 
 Stored = Sequence[bytes | NDArray[np.uint8]]
+# Reads spans of shards. The number is that of the attempt, from 0.
+ReadIndexes = Callable[[Sequence[Span], int], Awaitable[Sequence[bytes]]]
+_AT_ONCE = 16  # indexes that one task reads
 
 
-class ChunkReads:
+class Reads:
     """Some reads of an array, and where its chunks are in them: `table` has the chunks, ascending, and of each the
     number of its read, and its offset and size there.
     """
@@ -68,7 +71,6 @@ class ArrayReader:
         self.rereads = min(1, resources.options.retries)
         known = resources.indexes.setdefault(layout.path, {})
         self._indexes = ShardIndexes(layout, resources.object_sizes, resources.url, known=known, rereads=self.rereads)
-        self._planner = planner_of(layout, resources.options)
         # A chunk that holds parts of rows is decoded as a whole, wherever its parts go.
         self._scratch_bytes = 0 if layout.grid is None else layout.chunk_elements * layout.dtype.itemsize
 
@@ -85,58 +87,57 @@ class ArrayReader:
                 "'zloader convert' on it, or open it with a cache"
             )
 
-    async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> NDArray[Any]:
-        """Loads the needed elements into a buffer. Reads with a smaller `turn` go first."""
-        out, resources = needed.elements(buffer), self._resources
+    async def load(self, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any], *, turn: int) -> None:
+        """Does the jobs of `chunks` (ascending). Reads with a smaller `turn` go first."""
+        resources = self._resources
         if self._scratch_bytes > resources.options.memory // 2:
             raise FormatError(
                 f"{resources.url}: each chunk of {self.layout.path} takes {self._scratch_bytes} bytes when it is "
                 f"decoded, more than half of FetchOptions(memory={resources.options.memory}): run 'zloader convert' on "
                 f"it, which writes small chunks, or give memory={2 * self._scratch_bytes} or more"
             )
-        reads = await self.reads(distinct(needed.chunks), turn)
-        jobs = reads.located(needed.chunks, needed.jobs)
-        self.decode(reads, jobs[jobs["read"] < 0], out, [])
+        reads = await self.reads(distinct(chunks), turn)
+        located = reads.located(chunks, jobs)
+        self.decode(reads, located[located["read"] < 0], out, [])
         stored_bytes = min(_BATCH_BYTES, resources.options.in_flight_bytes // _BATCHES_IN_FLIGHT)
         chunk_bytes = self.layout.chunk_elements * self.layout.dtype.itemsize
         async with asyncio.TaskGroup() as group:
             for batch in batches(reads.pieces, chunk_bytes=chunk_bytes, stored_bytes=stored_bytes):
                 await resources.in_flight.acquire(total_bytes(batch) + self._scratch_bytes, turn)
-                group.create_task(self._read_batch(batch, needed, out))
+                group.create_task(self._read_batch(batch, chunks, jobs, out))
         out.flags.writeable = False
-        return out
 
-    async def reads(self, chunks: Rows, turn: int) -> ChunkReads:
+    async def reads(self, chunks: Rows, turn: int) -> Reads:
         """The reads for some chunks (ascending). Raises if the store should have one that was never written."""
-        spans: list[ChunkSpan] = []
-        absent = chunks[:0]
-        if len(chunks):
-            indexes = await self._indexes.of(self._planner.shards(chunks), partial(self._read_spans, turn))
-            spans, absent = self._planner.spans(chunks, indexes)
+        indexes, options = await self._indexes.of(chunks, partial(self._read_spans, turn)), self._resources.options
+        gap_bytes, max_read_bytes = options.gap_bytes, options.max_read_bytes
+        spans, absent = chunk_spans(self.layout, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
         self._resources.counters.spans += len(spans)
         if len(absent) and not self.layout.absent_is_fill:
             raise MissingObjectError(
                 f"{self._resources.url}: chunk {absent[0]} of {self.layout.path} was never written: the store is "
                 "incomplete. Convert it again"
             )
-        return ChunkReads(spans)
+        return Reads(spans)
 
-    async def _read_batch(self, batch: list[ChunkSpan], needed: Needed, out: NDArray[Any]) -> None:
+    async def _read_batch(self, batch: list[ChunkSpan], chunks: Rows, jobs: NDArray[Any], out: NDArray[Any]) -> None:
         """Reads some spans and decodes their chunks; a span that fails its checksum is read once more."""
         try:
-            await read_again(batch, self.rereads, self._resources, partial(self._read_once, needed, out))
+            await read_again(batch, self.rereads, self._resources, partial(self._read_once, chunks, jobs, out))
         finally:
             self._resources.in_flight.release(total_bytes(batch) + self._scratch_bytes)
 
-    async def _read_once(self, needed: Needed, out: NDArray[Any], pieces: Sequence[ChunkSpan]) -> Corrupt:
-        reads = ChunkReads(pieces)
+    async def _read_once(
+        self, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any], pieces: Sequence[ChunkSpan]
+    ) -> Corrupt:
+        reads = Reads(pieces)
         first, last = reads.table[0][[0, -1]]
-        some = slice(*np.searchsorted(needed.chunks, [first, last + 1]))
-        jobs = reads.located(needed.chunks[some], needed.jobs[some])
-        decode = partial(self.decode, reads, jobs[jobs["read"] >= 0], out)
+        some = slice(*np.searchsorted(chunks, [first, last + 1]))
+        located = reads.located(chunks[some], jobs[some])
+        decode = partial(self.decode, reads, located[located["read"] >= 0], out)
         return await self._resources.decode([piece.span for piece in pieces], decode)
 
-    def decode(self, reads: ChunkReads, jobs: NDArray[Any], out: NDArray[Any], stored: Stored) -> Corrupt:
+    def decode(self, reads: Reads, jobs: NDArray[Any], out: NDArray[Any], stored: Stored) -> Corrupt:
         """Does jobs; returns the corrupt spans, each with its first error.
 
         Chunks that are in no read were never written: they are the fill value.
@@ -200,3 +201,65 @@ async def read_again(
             raise corrupt[0][1]
         resources.counters.retries += len(left)
     resources.counters.chunks_decoded += sum(len(piece.chunks) for piece in spans)
+
+
+# ---- indexes of shards
+
+
+class ShardIndexes:
+    """The indexes of the shards of one array in the store at `url`. `known` has those that were read, by shard."""
+
+    def __init__(
+        self,
+        layout: ArrayLayout,
+        object_sizes: Mapping[str, int],
+        url: str,
+        *,
+        known: dict[int, ObjectIndex] | None = None,
+        rereads: int = 0,
+    ) -> None:
+        """An index that is corrupt is read `rereads` times more."""
+        self._layout, self._object_sizes, self._url, self._rereads = layout, object_sizes, url, rereads
+        self._known: dict[int, ObjectIndex] = {} if known is None else known
+        self._reading: dict[int, asyncio.Task[dict[int, ObjectIndex]]] = {}
+
+    async def of(self, chunks: Rows, read: ReadIndexes) -> dict[int, ObjectIndex]:
+        """The index of each shard of some chunks. Costs one read per shard that is not known, or none without shards.
+
+        Raises MissingObjectError if a required shard is missing, CorruptChunkError, and any ReadError.
+        """
+        shards: list[int] = distinct(chunks // self._layout.chunks_per_shard).tolist()
+        unknown = [shard for shard in shards if shard not in self._known]
+        new = [shard for shard in unknown if shard not in self._reading]
+        for first in range(0, len(new), _AT_ONCE):
+            some = new[first : first + _AT_ONCE]
+            self._reading.update(dict.fromkeys(some, asyncio.ensure_future(self._read(some, read))))
+        for found in await asyncio.gather(*{self._reading[shard] for shard in unknown}):
+            self._known.update(found)
+        return {shard: self._known[shard] for shard in shards}
+
+    async def _read(self, shards: Sequence[int], read: ReadIndexes) -> dict[int, ObjectIndex]:
+        sizes = {shard: self._object_sizes.get(self._layout.shard_key(shard)) for shard in shards}
+        found = {shard: self._layout.find_index(shard, size, self._url) for shard, size in sizes.items()}
+        indexes = {shard: ObjectIndex(each) for shard, each in found.items() if not isinstance(each, Span)}
+        left = {shard: each for shard, each in found.items() if isinstance(each, Span)}
+        for attempt in range(self._rereads + 1):
+            if not left:
+                break
+            for shard, stored in zip(list(left), await read(list(left.values()), attempt), strict=True):
+                try:
+                    indexes[shard] = ObjectIndex(self._layout.placement.parse(stored, shard, sizes[shard] or 0))
+                    del left[shard]
+                except CorruptChunkError as error:
+                    if attempt == self._rereads:
+                        span = left[shard]
+                        where = f"{self._url}: {span.key} bytes {span.start}-{span.stop - 1}"
+                        raise explained(error, where) from error
+        return indexes
+
+
+def explained(error: CorruptChunkError, where: str) -> CorruptChunkError:
+    """The error with the place of the corrupt bytes, and with advice."""
+    found = CorruptChunkError(f"{where}: {error}. Restore this object or convert the store again")
+    found.__cause__ = error
+    return found
