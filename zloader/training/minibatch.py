@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -83,8 +84,6 @@ class Minibatch(dict[str, Any]):
         def __getattr__(self, name: str) -> Any:
             if name in self:
                 return self[name]
-            if name in _OPTIONAL:
-                return None
             known = [each for each in self if isinstance(each, str)]
             raise AttributeError(
                 f"the minibatch has no {name!r}; it has: {listed(known)}{suggestion(name, known)}", name=name, obj=self
@@ -144,7 +143,12 @@ class Minibatch(dict[str, Any]):
         return found
 
 
-_OPTIONAL = ("x", "tokens", "present", "control", "neighbors", "neighbor_weights", "set_of_row", "group")
+# Properties, because __getattr__ takes several times as long.
+for _name in (
+    *("row", "index", "x", "obs", "obsm", "tokens", "present", "control", "neighbors", "neighbor_weights"),
+    *("set_of_row", "group"),
+):
+    setattr(Minibatch, _name, property(operator.methodcaller("get", _name)))
 
 
 def _shown(value: Any) -> str:
