@@ -20,11 +20,13 @@ from zloader.common.errors import FormatError, OptionError, SourceError, StoreNo
 ADATA = counts(20, 10)
 
 
-def write_old(path):
-    """An .h5ad file whose root does not say what it is, as those before AnnData 0.8."""
+def write_linked(path):
+    """A file whose obs lies in another, which is not followed."""
+    ADATA.write_h5ad(path.with_suffix(".obs"))
     ADATA.write_h5ad(path)
     with h5py.File(path, "r+") as file:
-        del file.attrs["encoding-type"]
+        del file["obs"]
+        file["obs"] = h5py.ExternalLink(str(path.with_suffix(".obs")), "/obs")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def root(tmp_path_factory):
         (bucket / name).parent.mkdir(exist_ok=True)
         ADATA.write_h5ad(bucket / name)
     for name in ("two words.h5", "cells.hdf5", "cells.data"):
-        write_old(bucket / name)
+        write_linked(bucket / name)
     (bucket / "notes.txt").write_text("hello")
     return folder
 
@@ -62,16 +64,16 @@ def advised(error):
 @pytest.mark.parametrize(
     ("name", "kind", "source", "store"),
     [
-        ("two words.h5", "is an HDF5 file, but not an .h5ad", "two words.h5", "two words.zarr"),
-        ("cells.hdf5/", "is an HDF5 file, but not an .h5ad", "cells.hdf5", "cells.zarr"),
-        ("cells.data", "is an HDF5 file, but not an .h5ad", "cells.data", "cells.data.zarr"),
+        ("two words.h5", "obs of .* cannot be read in place: it is a link", "two words.h5", "two words.zarr"),
+        ("cells.hdf5/", "obs of .* cannot be read in place: it is a link", "cells.hdf5", "cells.zarr"),
+        ("cells.data", "obs of .* cannot be read in place: it is a link", "cells.data", "cells.data.zarr"),
     ],
 )
 def test_the_advised_command_makes_a_store(root, tmp_path, monkeypatch, name, kind, source, store):
     (tmp_path / "bucket").symlink_to(root / "bucket")
     monkeypatch.chdir(tmp_path / "bucket")
     with pytest.raises(FormatError, match=kind) as caught:
-        zl.open_dataset(name)
+        zl.open_dataset(name).obs()
     assert advised(caught.value) == (source, store)
     zl.convert(source, tmp_path / "made.zarr", progress=False)
     assert zl.open_dataset(tmp_path / "made.zarr").n_obs == 20

@@ -152,7 +152,7 @@ def _column(store: OpenedStore, frame: str, column: str) -> pd.Series:
         raise MissingColumnError(
             f"{at} has no column {column!r} to name genes by; it has: {listed(known)}{suggestion(column, known)}"
         )
-    names = pd.Series(store.column(frame, column))
+    names = pd.Series(store.element(f"{frame}/{column}"))
     if len(names) != store.length(frame):
         raise store.damaged(f"{frame}/{column}", f"it has {len(names)} values for {store.length(frame)} genes")
     if names.isna().any():

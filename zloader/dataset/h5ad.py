@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import zarr
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
@@ -120,20 +121,24 @@ class OpenedFile(OpenedStore):
         return open_hdf5(self._file.passing(), self.location.url, conversion_of(self.location))[path]
 
     def require_anndata(self) -> None:
-        """Raises FormatError if the file is not an AnnData of version 0.8 or later."""
+        """Raises FormatError if the file is not one of AnnData or MuData."""
         root, url = self.root, self.location.url
-        encoding = root.attrs.get("encoding-type")
-        if encoding in ROOTS:
+        if root.attrs.get("encoding-type") in ROOTS or {"obs", "var"} <= set(root):
             super().require_anndata()
             return
-        names = list(root)
-        if any({"barcodes", "indptr"} <= set(self.keys(name)) for name in names):
+        if any({"barcodes", "indptr"} <= set(self.keys(name)) for name in root):
             raise FormatError(f"{url} is a 10x file. {conversion_of_10x(url, 'read_10x_h5')}")
-        raise FormatError(
-            f"{url} is an HDF5 file, but not an .h5ad file of AnnData 0.8 or later: its root has encoding-type "
-            f"{encoding!r}, not 'anndata'. "
-            + (conversion_of(self.location) if {"obs", "var"} <= set(names) else conversion_of_hdf5(url, names))
-        )
+        raise FormatError(f"{url} is an HDF5 file, but not an .h5ad file. {conversion_of_hdf5(url, list(root))}")
+
+    def __contains__(self, path: str) -> bool:
+        return super().__contains__(self._stored(path))
+
+    def _found(self, path: str) -> Any:
+        return super()._found(self._stored(path))
+
+    def _stored(self, path: str) -> str:
+        """Where an element is stored: anndata before 0.7 wrote raw/X as raw.X."""
+        return path.replace("raw/", "raw.", 1) if path.startswith("raw/") and "raw" not in self.root else path
 
     @contextlib.contextmanager
     def reading(self, path: str, node: Any, start: int = 0, stop: int | None = None) -> Iterator[None]:
@@ -145,6 +150,8 @@ class OpenedFile(OpenedStore):
     def window(self, path: str, start: int, stop: int) -> NDArray[Any]:
         """The rows `[start, stop)` of an array. Raises FormatError if they cannot be read."""
         node = self.node(path)
+        if isinstance(node, zarr.Array):  # of a frame that was renewed
+            return super().window(path, start, stop)
         try:
             layout = self.array_layout(path)
         except FormatError:  # such as text
@@ -185,6 +192,8 @@ class OpenedFile(OpenedStore):
         """The layout of an array of numbers. Raises FormatError if it cannot be read chunk by chunk."""
         if path not in self._layouts:
             array = self.node(path)
+            if isinstance(array, zarr.Array | zarr.Group):
+                raise FormatError(f"{path} of {self.location.url} was written by an early version of anndata")
             array.require_numbers()
             try:
                 self._layouts[path] = array.layout(self.name, self._chunk_table(path, array))

@@ -20,7 +20,7 @@ from zloader.caching.kept import load_array, save_array
 from zloader.common import page_cache
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
-from zloader.dataset.elements import CodedColumn, is_array
+from zloader.dataset.elements import is_array
 from zloader.dataset.store import OpenedStore
 from zloader.reading.gather import indptr_of
 from zloader.reading.loops import copy_rows
@@ -103,17 +103,12 @@ class ObsNames:
     @cached_property
     def _array(self) -> tuple[str, str]:
         """The path of the array with one entry per row, and the encoding of the index if it is a group."""
-        if self._coded is not None:
-            return self._coded.codes, "categorical"
         path = self._store.index_path("obs")
         node = self._store.node(path)
         if is_array(node):
             return path, ""
-        return f"{path}/values", str(node.attrs.get("encoding-type"))
-
-    @cached_property
-    def _coded(self) -> CodedColumn | None:
-        return self._store.coded("obs", self._store.index_name("obs"))
+        encoding = str(node.attrs.get("encoding-type"))
+        return f"{path}/{'codes' if encoding == 'categorical' else 'values'}", encoding
 
     @cached_property
     def _segment_rows(self) -> int:
@@ -123,8 +118,7 @@ class ObsNames:
     @cached_property
     def _labels(self) -> Text:
         """The labels of a categorical index, and last the name of a row without a label."""
-        assert self._coded is not None
-        labels = self._store.element(self._coded.categories)
+        labels = self._store.element(f"{self._store.index_path('obs')}/categories")
         return Text.of([*_as_strings(np.asarray(labels)), _MISSING])
 
     def _segment(self, number: int, *, keep: bool = True) -> Text:

@@ -29,7 +29,7 @@ from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed
 from zloader.common.records import Rows
-from zloader.dataset.elements import CodedColumn, is_array
+from zloader.dataset.elements import is_array
 from zloader.dataset.names import ObsNames
 from zloader.dataset.obsm_arrays import ObsmArrays
 from zloader.dataset.opening import OpenedStores
@@ -109,46 +109,41 @@ class StoreColumns:
         """The path of a column."""
         return f"{self._frame}/{name}"
 
-    def coded(self, name: str) -> CodedColumn | None:
-        """Where the codes and categories of a column are, from metadata; None for one that is not categorical."""
-        return self.store.coded(self._frame, name)
+    def is_coded(self, name: str) -> bool:
+        """Whether a column has codes and categories, from metadata."""
+        return self.store.is_coded(self.path(name))
 
     def kind(self, name: str) -> str:
         """The kind of values of an obs column, as `kind_of` names it, from metadata."""
-        return kind_of(self.store.node(self.path(name))) if self.coded(name) is None else "categories"
+        return kind_of(self.store.node(self.path(name)))
 
     def shown_kind(self, name: str) -> str:
         """The kind of values as `zloader info` shows it: `categorical`, `string`, or a dtype or encoding."""
-        if self.coded(name) is not None:
-            return "categorical"
         node = self.store.node(self.path(name))
         encoding = str(node.attrs.get("encoding-type", "array"))
-        if "string" in encoding:
-            return "string"
-        values = node if is_array(node) else node.get("values")
+        if "string" in encoding or is_array(node):
+            return "string" if "string" in encoding else str(node.dtype)
+        values = None if encoding == "categorical" else node.get("values")
         return encoding if values is None else str(values.dtype)
 
     def n_categories(self, name: str) -> int | None:
         """The number of categories of a column, from metadata; None if that does not say, or there are none."""
-        coded = self.coded(name)
-        return None if coded is None else stored_length(self.store.node(coded.categories))
+        return stored_length(self.store.node(f"{self.path(name)}/categories")) if self.is_coded(name) else None
 
     def column(self, name: str, rows: Rows | None = None) -> Any:
         """A column as anndata reads it, or some rows of it. Raises FormatError if it has not one value per row.
 
         Of labels and of plain numbers, only these rows are in memory if the store has a mirror.
         """
-        coded = self.coded(name)
-        if coded is not None:
-            categories = self._categories(coded, self.store.element(coded.categories))
-            codes = self._codes(name, coded, len(categories))
-            if coded.ordered is None:
-                raise self.store.damaged(self.path(name), "its metadata do not say whether its categories are ordered")
-            return pd.Categorical.from_codes(
-                codes if rows is None else codes[rows], categories, ordered=bool(coded.ordered)
-            )
+        path = self.path(name)
+        if self.is_coded(name):
+            categories = self._categories(path, self.store.element(f"{path}/categories"))
+            codes, ordered = self._codes(name, len(categories)), self.store.node(path).attrs.get("ordered")
+            if ordered is None:
+                raise self.store.damaged(path, "its metadata do not say whether its categories are ordered")
+            return pd.Categorical.from_codes(codes if rows is None else codes[rows], categories, ordered=bool(ordered))
         if (column := self._plain(name)) is None:
-            column = self.store.element(self.path(name))
+            column = self.store.element(path)
             self._require_shape(name, getattr(column, "shape", None))
         return column if rows is None else column[rows]
 
@@ -157,29 +152,31 @@ class StoreColumns:
 
         Strings are coded in windows, so that a window of them is in memory at a time.
         """
-        if (coded := self.coded(name)) is not None:  # distinct strings and integers are labels without pandas
-            stored = self.store.element(coded.categories)
+        path = self.path(name)
+        if self.is_coded(name):  # distinct strings and integers are labels without pandas
+            stored = self.store.element(f"{path}/categories")
             plain = plain_labels(stored)
-            labels = as_labels(self._categories(coded, stored)) if plain is None else plain
-            return ObsColumn(values=self._codes(name, coded, len(labels)), coded=labels)
+            labels = as_labels(self._categories(path, stored)) if plain is None else plain
+            return ObsColumn(values=self._codes(name, len(labels)), coded=labels)
         if self.kind(name) == "strings":
             return self._coded_strings(name)
         if (numbers := self._plain(name)) is not None:
             return ObsColumn(values=numbers)
         return as_numbers(name, self.column(name))
 
-    def _categories(self, coded: CodedColumn, stored: Any) -> pd.Index:
+    def _categories(self, path: str, stored: Any) -> pd.Index:
         try:
             return pd.Categorical.from_codes([], stored).categories
         except (ValueError, TypeError) as error:
-            raise self.store.damaged(coded.categories, str(error)) from error
+            raise self.store.damaged(f"{path}/categories", str(error)) from error
 
-    def _codes(self, name: str, coded: CodedColumn, n_categories: int) -> NDArray[np.integer]:
-        stored = self.store.node(coded.codes)
+    def _codes(self, name: str, n_categories: int) -> NDArray[np.integer]:
+        path = f"{self.path(name)}/codes"
+        stored = self.store.node(path)
         self._require_shape(name, getattr(stored, "shape", None))
         if stored.dtype.kind not in "iu":
-            raise self.store.damaged(coded.codes, f"it holds {stored.dtype}")
-        return self.store.whole(coded.codes, n_categories)
+            raise self.store.damaged(path, f"it holds {stored.dtype}")
+        return self.store.whole(path, n_categories)
 
     def _plain(self, name: str) -> NDArray[Any] | None:
         """A column that is stored as an array of numbers or dates; None for any other."""
@@ -226,10 +223,6 @@ class WholeColumns(StoreColumns):
     def path(self, name: str) -> str:
         found = self.store.modality_of_column(name)
         return super().path(name) if found is None else self._of[found[0]].path(found[1])
-
-    def coded(self, name: str) -> CodedColumn | None:
-        found = self.store.modality_of_column(name)
-        return super().coded(name) if found is None else self._of[found[0]].coded(found[1])
 
     def column(self, name: str, rows: Rows | None = None) -> Any:
         found = self.store.modality_of_column(name)
@@ -364,11 +357,11 @@ class Observations:
         labels = None if column.coded is None else column.coded.tolist()
         if self._directory is None or not all(type(label) in (str, int, bool) for label in labels or []):
             return column
-        key, coded = f"/obs-3/{name}", self._of_stores[0].coded(name)
+        key, columns = f"/obs-3/{name}", self._of_stores[0]
         if page_cache.is_mapped(column.values):
-            if coded is None or labels is None:
+            if not columns.is_coded(name) or labels is None:
                 return column
-            key = coded.codes
+            key = f"{columns.path(name)}/codes"
         else:
             values = column.values
             kept = save_array(self._directory, key, [values], shape=values.shape, dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""One opened AnnData store: its root group, its listing, its mirror, and how its matrices are laid out.
+"""One opened AnnData store: its root group, its listing, its mirror, its elements, and how its matrices are laid out.
 
 Opening reads one metadata object; the listing is given. Elements are read one by one, when they are first used, with
 zarr and anndata. TensorStore is not used here: only reading rows of a matrix opens it.
@@ -6,9 +6,11 @@ zarr and anndata. TensorStore is not used here: only reading rows of a matrix op
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -20,28 +22,49 @@ from zloader.access.file_source import FileSource
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
-from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys, without_stale
+from zloader.access.zarr_groups import (
+    UNDECODABLE,
+    member_of,
+    open_zarr_group,
+    require_fresh,
+    stored_keys,
+    undecodable_key,
+    without_stale,
+)
 from zloader.caching.directory import open_mirror_directory
 from zloader.caching.kept import CachedMetadataStore, OfflineSource, load_array, save_array, save_listing
 from zloader.caching.mirror import Mirror, open_rows
+from zloader.common.concurrent_calls import require_main_thread
+from zloader.common.deferred import pd
 from zloader.common.errors import CacheError, FormatError, ZloaderError
+from zloader.common.locks import cached_property
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
-from zloader.common.records import ByteSource
-from zloader.dataset.elements import ROOTS, StoredElements, is_array, path_of
+from zloader.common.records import ByteSource, Rows
+from zloader.dataset.elements import MUDATA, ROOTS, is_array, is_name, is_outdated, path_of, read_element, renewed
 from zloader.dataset.transposed import TransposedMatrix
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.selecting.columns import as_names
 from zloader.selecting.genes import ChosenGenes
+from zloader.selecting.row_maps import RowMap, checked_map, is_whole, looked_up
 from zloader.storage.layout import ArrayLayout, MatrixLayout
-from zloader.storage.metadata import matrix_shape
+from zloader.storage.metadata import layout_of, matrix_shape, stored_length
 from zloader.storage.row_blocks import RowForm
 from zloader.storage.row_offsets import MOST_WHOLE, Page, RowOffsets
 
 _WINDOW_BYTES = 32 << 20  # of an array that is read whole, at a time
+_OF_SPARSE = ("data", "indices", "indptr")
+_OF_MODALITY = re.compile(r"mod/([^/]+)/.+", re.DOTALL)
+_FRAME = re.compile(r"((?:mod/[^/]+/)?(?:obsm|(?:raw[/.])?(?:obs|var)))(?:/(.+))?", re.DOTALL)
 
 
-class OpenedStore(StoredElements):
-    """One AnnData or MuData store, as it was when it was opened."""
+class OpenedStore:
+    """One AnnData or MuData store, as it was when it was opened.
+
+    MuData says in `obsmap/NAME`, for each row of the whole, the number of its row in the modality NAME, from 1 on, or 0
+    if the modality lacks it. Nothing is aligned in memory: rows are looked up when they are read, in 4 bytes per row
+    and modality.
+    """
 
     def __init__(
         self,
@@ -59,7 +82,10 @@ class OpenedStore(StoredElements):
         self.offline = offline
         self.fingerprint = fingerprint(objects)
         self.mirror_fingerprint = None if cache is None else mirror_fingerprint(location.url, origin, objects)
-        super().__init__(location, objects)
+        self.location, self.objects = location, objects
+        self._sizes: Mapping[str, int] = objects.sizes
+        self._nodes: tuple[Any, dict[str, Any]] = None, {}  # of a root, by path
+        self._rows: dict[str, RowMap | None] = {}  # by modality
         self.read_from, self._read_objects = location, objects  # of the chunks of matrices
         self.mirror_directory = None
         if cache is not None and self.mirror_fingerprint is not None:
@@ -83,7 +109,7 @@ class OpenedStore(StoredElements):
     def require_anndata(self) -> None:
         """Raises FormatError if the root is not an AnnData or MuData element with obs and var."""
         encoding = self.root.attrs.get("encoding-type")
-        if encoding not in ROOTS:
+        if encoding not in ROOTS and not (encoding is None and "obs" in self and "var" in self):  # before 0.8
             raise FormatError(
                 f"{self.location.url} is not an AnnData store: its root says encoding-type {encoding!r}, not 'anndata'"
             )
@@ -133,6 +159,273 @@ class OpenedStore(StoredElements):
 
         return ObjectSource(self.read_from, self._read_objects, options)
 
+    # ---- elements
+
+    def object_sizes(self) -> Mapping[str, int]:
+        """The size in bytes of each stored object, by key."""
+        return self._sizes
+
+    @contextlib.contextmanager
+    def reading(self, path: str, node: Any, start: int = 0, stop: int | None = None) -> Iterator[None]:
+        """Raises FormatError for errors of zarr or anndata inside the block, and names the damaged object."""
+        try:
+            yield
+        except (ZloaderError, MemoryError):
+            raise
+        except Exception as error:
+            require_main_thread()
+            require_fresh(node, self.location.url)
+            key = undecodable_key(node, start, stop)
+            damaged = (
+                f", whose object {key} ({self._sizes[key]} bytes) is damaged"
+                if key is not None and key in self._sizes
+                else ""
+            )
+            raise FormatError(f"cannot read {path} of {self.location.url}{damaged}: {error}") from error
+
+    def node(self, path: str) -> Any:
+        """The zarr group or array at a path. Raises FormatError if it is missing or zarr cannot read its metadata.
+
+        It is kept, because metadata that are not consolidated would be read again each time.
+        """
+        kept = self._kept
+        try:
+            if path not in kept:
+                kept[path] = self._found(path)
+            return kept[path]
+        except ZloaderError:
+            raise
+        except (KeyError, AttributeError, IndexError, OverflowError) as error:
+            raise self.damaged(path, f"it is missing, or its metadata are invalid ({error})") from error
+        except (ValueError, TypeError) as error:
+            raise FormatError(
+                f"cannot read {path} of {self.location.url}: {error}. Write it again with a data type that zarr-python "
+                "supports, such as float32"
+            ) from error
+
+    def _found(self, path: str) -> Any:
+        named = _FRAME.fullmatch(path)
+        if named is None:
+            return member_of(self.root, path)
+        if named[2]:
+            return member_of(self.node(named[1]), named[2])
+        node = member_of(self.root, path)
+        if not is_outdated(node):
+            return node
+        with self.reading(path, node):
+            return renewed(path, node, self._labels_in_uns)
+
+    def _labels_in_uns(self, column: str) -> Any:
+        path = f"uns/{column}_categories"
+        return self.element(path) if path in self else None
+
+    def damaged(self, path: str, why: str) -> FormatError:
+        """The error that says that an element is damaged, and why."""
+        return FormatError(f"{path} of {self.location.url} cannot be used because {why}: the store is damaged")
+
+    def keys(self, group: str) -> list[str]:
+        """Sorted names of the members of a group such as `"layers"`; empty if there is no such group."""
+        kept, members = self._kept, f"{group}/"
+        if members not in kept:
+            try:
+                found = self.root.get(group, {})
+                kept[members] = sorted(self.node(group) if is_array(found) else found)
+            except UNDECODABLE:  # zarr lists no members if it cannot read one of them
+                inside = (key.split("/") for key in self.objects if key.startswith(members))
+                kept[members] = sorted({parts[1] for parts in inside if len(parts) > 2})
+        return list(kept[members])
+
+    @property
+    def _kept(self) -> dict[str, Any]:
+        """Nodes by path, and the names of their members by path and a slash, of the root as it is now."""
+        if self._nodes[0] is not (root := self.root):
+            self._nodes = root, {}
+        return self._nodes[1]
+
+    def __contains__(self, path: str) -> bool:
+        try:
+            return path in self.root
+        except UNDECODABLE:  # the element exists, but zarr cannot read it
+            return True
+
+    @cached_property
+    def n_obs(self) -> int:
+        """The number of rows."""
+        return self.length("obs")
+
+    @cached_property
+    def n_vars(self) -> int:
+        """The number of genes."""
+        return self.length("var")
+
+    def length(self, frame: str) -> int:
+        """The number of rows of a frame such as `"raw/var"`, from the shape of its index."""
+        path = self.index_path(frame)
+        node = self.node(path)
+        with self.reading(path, node):
+            length = stored_length(node)
+        if length is None:
+            raise self.damaged(path, "it does not hold names")
+        return length
+
+    def index_path(self, frame: str) -> str:
+        """The path of the index of a frame such as `"obs"`: an array, or a group for a categorical or nullable one."""
+        return f"{frame}/{self.index_name(frame)}"
+
+    def index_name(self, frame: str) -> str:
+        """The name of the index of a frame within it."""
+        name = self.node(frame).attrs.get("_index")
+        if not is_name(name):
+            raise self.damaged(frame, f"its metadata name {name!r} as its index")
+        return str(name)
+
+    def names(self, frame: str) -> pd.Index:
+        """The index of `"obs"`, `"var"` or `"raw/var"`."""
+        return as_names(self.element(self.index_path(frame)))
+
+    def columns(self, frame: str) -> list[str]:
+        """Names of the columns of `"obs"`, `"var"` or `"raw/var"`, in the order of the frame."""
+        names = self.node(frame).attrs.get("column-order")
+        if not isinstance(names, list) or not all(map(is_name, names)):
+            raise self.damaged(frame, f"its metadata list {names!r:.100} as its columns")
+        return names
+
+    def is_coded(self, path: str) -> bool:
+        """Whether a column or index of a frame has codes and categories."""
+        node = self.node(path)
+        return not is_array(node) and node.attrs.get("encoding-type") == "categorical"
+
+    def element(self, path: str) -> Any:
+        """A whole element, as anndata reads it."""
+        node = self.node(path)
+        with self.reading(path, node):
+            # The arrays of a sparse matrix have no encoding-type of their own.
+            return node[...] if is_array(node) and "encoding-type" not in node.attrs else read_element(node)
+
+    def window(self, path: str, start: int, stop: int) -> NDArray[Any]:
+        """The rows `[start, stop)` of an array. Raises FormatError if they cannot be read."""
+        node = self.node(path)
+        with self.reading(path, node, start, stop):
+            return np.asarray(node[start:stop])
+
+    def array_layout(self, path: str) -> ArrayLayout:
+        """The layout of an array of numbers. Raises FormatError if it cannot be read chunk by chunk."""
+        node = self.node(path)
+        try:
+            return layout_of(node, absent_is_fill="zloader" not in self.root.attrs)
+        except FormatError as error:
+            raise FormatError(f"{self.location.url}: {error}") from error
+
+    # ---- modalities
+
+    @cached_property
+    def modalities(self) -> list[str]:
+        """The names of the modalities, in their order; none in an AnnData."""
+        if self.root.attrs.get("encoding-type") != MUDATA:
+            return []
+        names = self.keys("mod")
+        order = self.node("mod").attrs.get("mod-order", names)
+        return [str(name) for name in order] if sorted(map(str, order)) == names else names
+
+    @cached_property
+    def matrix_names(self) -> list[str]:
+        """The values that `x` may take: X, raw/X and the layers of this store, or those of its modalities."""
+        if not self.modalities:
+            return self._matrices_in("")
+        return [f"{each}:{name}" for each in self.modalities for name in self._matrices_in(f"mod/{each}/")]
+
+    def _matrices_in(self, above: str) -> list[str]:
+        layers = [f"layers/{layer}" for layer in self.keys(f"{above}layers")]
+        return [name for name in ("X", "raw/X") if self._has_matrix(f"{above}{name}")] + layers
+
+    def _has_matrix(self, path: str) -> bool:
+        try:
+            return path in self and self.node(path).attrs.get("encoding-type") != "null"  # X may be None
+        except FormatError:  # as reading it says
+            return True
+
+    @cached_property
+    def obs_columns(self) -> list[str]:
+        """Names of the obs columns, in the order of the frame, and then those of the modalities."""
+        return [*self.columns("obs"), *self._columns_of_modalities]
+
+    def modality_of_column(self, name: str) -> tuple[str, str] | None:
+        """The modality that an obs column belongs to, and its name there; None for a column of the whole."""
+        return self._columns_of_modalities.get(name)
+
+    @cached_property
+    def _columns_of_modalities(self) -> dict[str, tuple[str, str]]:
+        """The modality and the name there of each obs column of a modality. A column of the whole goes before it."""
+        found: dict[str, tuple[str, str]] = {}
+        for each in self.modalities:
+            for column in self.columns(f"mod/{each}/obs"):
+                found.setdefault(f"{each}:{column}", (each, column))
+        return {name: of for name, of in found.items() if name not in self.columns("obs")}
+
+    @cached_property
+    def obsm_paths(self) -> dict[str, str]:
+        """The paths of the obsm entries by name: those of the whole, and then `rna:NAME` of the modality rna."""
+        found = {name: f"obsm/{name}" for name in self.keys("obsm")}
+        for each in self.modalities:
+            for name in self.keys(f"mod/{each}/obsm"):
+                found.setdefault(f"{each}:{name}", f"mod/{each}/obsm/{name}")
+        return found
+
+    def modality_at(self, path: str) -> str | None:
+        """The modality that an element at a path belongs to; None for one of the whole, and in an AnnData."""
+        named = _OF_MODALITY.fullmatch(path) if self.modalities else None
+        return None if named is None else named[1]
+
+    def rows_at(self, path: str) -> int:
+        """The number of rows of the whole or of the modality that an element at a path belongs to."""
+        modality = self.modality_at(path)
+        return self.n_obs if modality is None else self.length(f"mod/{modality}/obs")
+
+    def row_of(self, path: str) -> RowMap | None:
+        """For each row of the whole, its row in the modality whose element is at a path, or -1.
+
+        None if they are the same rows, and for an element that belongs to no modality.
+        """
+        modality = self.modality_at(path)
+        return None if modality is None else self.rows_of(modality)
+
+    def rows_in(self, path: str, rows: Rows) -> Rows:
+        """The rows of the matrix at a path for some rows of the whole, without those that it lacks."""
+        row_of = self.row_of(path)
+        return rows if row_of is None else looked_up(row_of, rows)[0]
+
+    def rows_of(self, modality: str) -> RowMap | None:
+        """As `row_of`, for a modality by name. Raises FormatError if its rows are not given, or do not exist."""
+        if modality not in self._rows:
+            self._rows[modality] = self._read_rows(modality)
+        return self._rows[modality]
+
+    def has_rows(self, modality: str) -> NDArray[np.bool_]:
+        """Which rows of the whole a modality has."""
+        row_of = self.rows_of(modality)
+        return np.ones(self.n_obs, bool) if row_of is None else row_of >= 0
+
+    def _read_rows(self, modality: str) -> RowMap | None:
+        path, n_rows = f"obsmap/{modality}", self.length(f"mod/{modality}/obs")
+        if path not in self:
+            raise FormatError(
+                f"{self.location.url} does not say which rows its modality {modality!r} has ({path}): open it with "
+                "mudata 0.2 or later, run mdata.update(), and write it again"
+            )
+        stored, refused = np.asarray(self.element(path)), partial(self.damaged, path)
+        rows = checked_map(stored, n_whole=self.n_obs, n_rows=n_rows, refused=refused)
+        return None if is_whole(rows, n_rows) else rows
+
+    def require_axis(self) -> None:
+        """Raises FormatError unless the modalities of a MuData describe the same rows."""
+        axis: Any = self.root.attrs.get("axis", 0)
+        if self.modalities and axis != 0:
+            raise FormatError(
+                f"the modalities of {self.location.url} share {'genes' if axis == 1 else 'rows and genes'} (axis "
+                f"{axis}), and not rows: {'convert' if self.objects.keys() == {''} else 'open'} them one by one, such "
+                f"as {self.location.url.rstrip('/')}/mod/{self.modalities[0]}"
+            )
+
     # ---- matrices
 
     def matrix(self, name: str) -> MatrixLayout:
@@ -150,10 +443,12 @@ class OpenedStore(StoredElements):
         if is_array(node):
             n_rows, n_genes = self.shape(name)
             return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self.array_layout(name), genes=None)
-        encoding = node.attrs.get("encoding-type")
+        encoding = node.attrs.get("encoding-type") or f"{node.attrs.get('h5sparse_format')}_matrix"  # before 0.7
         if encoding == "csc_matrix":
             if name not in self._transposed:
-                self._transposed[name] = TransposedMatrix(self, name, self.shape(name))
+                arrays = [self.node(f"{name}/{part}") for part in _OF_SPARSE]
+                read = partial(self._made_of, name)
+                self._transposed[name] = TransposedMatrix(name, self.shape(name), self.location.url, arrays, read)
             return self._transposed[name].layout
         if encoding != "csr_matrix":
             raise FormatError(
@@ -168,6 +463,10 @@ class OpenedStore(StoredElements):
         values = self.array_layout(f"{name}/data")
         return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=values, genes=genes)
 
+    def _made_of(self, name: str, make: Callable[..., Any]) -> Any:
+        with self.reading(name, self.node(name)):
+            return make(*(self.element(f"{name}/{part}") for part in _OF_SPARSE))
+
     def transposing_bytes(self, matrix: MatrixLayout) -> int:
         """The memory that transposing a matrix takes; 0 if it is not stored by columns."""
         transposed = self._transposed.get(matrix.path)
@@ -180,7 +479,7 @@ class OpenedStore(StoredElements):
     def shape(self, name: str) -> tuple[int, int]:
         """The numbers of rows and genes of a matrix, from its metadata."""
         node = self.node(path_of(name))
-        shape = node.shape if is_array(node) else node.attrs.get("shape")
+        shape = node.shape if is_array(node) else node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
         found = matrix_shape(shape)
         if found is None:
             raise self.damaged(name, f"its metadata give {shape!r:.100} as its shape, not rows x genes")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from zloader.common.errors import FormatError
 from zloader.common.locks import forkable_lock
 from zloader.common.messages import size
 from zloader.common.records import Span
-from zloader.dataset.elements import StoredElements
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import number_dtype
 from zloader.storage.placement import Placement
@@ -28,8 +27,12 @@ log = logging.getLogger("zloader")
 _CHUNK = 1 << 14  # elements
 
 
+Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"  # by path
+Reading: TypeAlias = "Callable[[Callable[..., Arrays]], Arrays]"
+
+
 class TransposedMatrix:
-    """The rows of the CSC matrix at `path`, and the ByteSource of their arrays.
+    """The rows of a CSC matrix, and the ByteSource of their arrays.
 
     `takes_bytes` is the memory that transposing takes, at most: SciPy has the columns and the rows at the same time,
     with the numbers of rows and genes as int32.
@@ -37,16 +40,17 @@ class TransposedMatrix:
 
     retries = 0
 
-    def __init__(self, elements: StoredElements, path: str, shape: tuple[int, int]) -> None:
-        """Raises FormatError if the matrix does not hold numbers."""
-        self._elements, self._path = elements, path
-        values, rows, indptr = (elements.node(f"{path}/{part}") for part in ("data", "indices", "indptr"))
-        dtype = number_dtype(f"{path}/data of {elements.location.url}", values.dtype)
+    def __init__(self, path: str, shape: tuple[int, int], url: str, nodes: Sequence[Any], read: Reading) -> None:
+        """`nodes` are the stored data, indices and indptr, and `read(make)` is `make` of what they hold.
+
+        Raises FormatError if the matrix does not hold numbers.
+        """
+        self._path, self._url, self._read_columns = path, url, read
+        values, rows, indptr = nodes
+        dtype = number_dtype(f"{path}/data of {url}", values.dtype)
         for node in (rows, indptr):
             if node.dtype.kind not in "iu":
-                raise FormatError(
-                    f"{node.path} of {elements.location.url} holds {node.dtype}, not integers: the store is damaged"
-                )
+                raise FormatError(f"{node.path} of {url} holds {node.dtype}, not integers: the store is damaged")
         n_values, (n_rows, n_genes) = int(values.size), shape
         genes = _in_memory(f"{path}/indices", np.min_scalar_type(max(0, n_genes - 1)), n_values)
         self.layout = MatrixLayout(
@@ -57,7 +61,7 @@ class TransposedMatrix:
             genes=genes.narrowed(n_genes),
         )
         self.takes_bytes = n_values * (2 * dtype.itemsize + rows.dtype.itemsize + 8) + 16 * (n_rows + n_genes)
-        self._arrays: Mapping[str, NDArray[Any]] | None = None
+        self._arrays: Arrays | None = None
         self._lock = forkable_lock()
 
     @property
@@ -79,23 +83,21 @@ class TransposedMatrix:
     def _array(self, path: str) -> NDArray[Any]:
         with self._lock:
             if self._arrays is None:
-                with self._elements.reading(self._path, self._elements.node(self._path)):
-                    self._arrays = self._transposed()
+                log.warning(
+                    "%s of %s is stored by columns (csc_matrix): it is transposed in memory, which takes %s. 'zloader "
+                    "convert' writes it by rows",
+                    self._path,
+                    self._url,
+                    size(self.takes_bytes),
+                )
+                self._arrays = self._read_columns(self._transposed)
             return self._arrays[path]
 
-    def _transposed(self) -> Mapping[str, NDArray[Any]]:
+    def _transposed(self, stored: NDArray[Any], rows: NDArray[Any], indptr: NDArray[Any]) -> Arrays:
         # Imported here because other matrices do not need it.
         import scipy.sparse
 
-        url, path, values = self._elements.location.url, self._path, self.layout.values
-        log.warning(
-            "%s of %s is stored by columns (csc_matrix): it is transposed in memory, which takes %s. 'zloader convert' "
-            "writes it by rows",
-            path,
-            url,
-            size(self.takes_bytes),
-        )
-        stored, rows, indptr = (self._elements.element(f"{path}/{part}") for part in ("data", "indices", "indptr"))
+        values = self.layout.values
         bits = f"u{values.dtype.itemsize}"  # values are only moved, and SciPy has no float16
         shape = self.layout.n_rows, self.layout.n_genes
         columns = scipy.sparse.csc_matrix((stored.astype(values.dtype, copy=False).view(bits), rows, indptr), shape)
@@ -103,7 +105,7 @@ class TransposedMatrix:
         columns.check_format()
         made = columns.tocsr()
         del columns
-        found = {f"{path}/indptr": made.indptr}
+        found = {f"{self._path}/indptr": made.indptr}
         for array, elements in zip(self.layout.arrays, (made.indices, made.data), strict=True):
             found[array.path] = np.zeros(array.n_elements, array.dtype)  # columns may end before the arrays do
             found[array.path].view(elements.dtype if array is values else array.dtype)[: made.nnz] = elements

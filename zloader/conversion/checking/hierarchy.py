@@ -349,7 +349,7 @@ class FileHierarchy(Hierarchy):
     def _open_arrays(self) -> Iterator[tuple[str, zarr.Array[Any]]]:
         for path, node in sorted(self._nodes.items()):
             if node["node_type"] == "array":
-                yield path, self._file.node(path)
+                yield path, self._file.root[path]
 
     def stored(self, path: str) -> StoredArray:
         """An array, to read it."""
@@ -363,7 +363,7 @@ class _FileArray(StoredArray):
     """An array of a file, in pieces of about 4 MiB: chunks if they hold whole rows of numbers, else windows of rows."""
 
     def __init__(self, file: OpenedFile, path: str) -> None:
-        array = file.node(path)
+        array = file.root[path]
         super().__init__(file.read_from, array, file.object_sizes(), absent_is_fill=True)
         self._layout = None
         try:
