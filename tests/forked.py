@@ -26,7 +26,7 @@ _IMPORTED = [
     "zloader.testing",
     "zloader.conversion.verify",
     "zloader.dataset.warm",
-    "zloader.access.credentials",
+    "zloader.access.s3",
     "zloader.reading.object_source",
     "matplotlib.figure",
     "numba",

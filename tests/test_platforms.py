@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import PATIENCE_S, counts, write_store
 
-from zloader.access.credentials import s3_access
+from zloader.access.s3 import s3_access
 from zloader.caching.atomic_files import cached_path
 from zloader.caching.leases import Leases
 from zloader.common.machine import available_cores

@@ -15,7 +15,7 @@ import zloader as zl
 from benchmarks.compare.inputs import Data
 from benchmarks.harness.measuring import in_new_process
 from benchmarks.harness.sides import StoreElsewhere
-from zloader.access.schemes import access_errors
+from zloader.access.scheme import access_errors
 from zloader.common.errors import FormatError
 from zloader.common.options import FetchOptions
 from zloader.insight.cost import EpochCosts, epoch_costs
@@ -110,7 +110,7 @@ def total_of(url: str, storage_options: dict[str, Any]) -> float | None:
     import h5py
     import zarr
 
-    with contextlib.suppress(ImportError, KeyError, ValueError, *access_errors(url)), contextlib.ExitStack() as stack:
+    with contextlib.suppress(ImportError, KeyError, ValueError, *access_errors()), contextlib.ExitStack() as stack:
         if url.endswith(H5AD):
             file = stack.enter_context(fsspec.open(url, **storage_options))
             root = stack.enter_context(h5py.File(file))

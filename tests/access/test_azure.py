@@ -18,7 +18,7 @@ from helpers import PATIENCE_S, counts, digest, write_store
 
 import zloader as zl
 from benchmarks.harness.azurite import ACCOUNT, KEY, Azurite, find_azurite
-from zloader.access import azure
+from zloader.access import buckets
 from zloader.access.location import Location
 from zloader.common.errors import (
     AccessDeniedError,
@@ -230,10 +230,8 @@ def test_urls() -> None:
     with_account = Location(url="abfs://cells@acme.dfs.core.windows.net/a/b.zarr/")
     assert with_account.path == "cells/a/b.zarr"
     assert with_account.address == "abfs://cells@acme.dfs.core.windows.net/a/b.zarr"
-    assert azure._of_url(with_account.url) == {
-        "account_name": "acme",
-        "account_host": "acme.blob.core.windows.net",
-    }
+    options = buckets._azure_options(with_account)
+    assert (options["account_name"], options["account_host"]) == ("acme", "acme.blob.core.windows.net")
     for url in ("az://me:hush@cells/a.zarr", "abfs://cells@host/a.zarr"):
         with pytest.raises(OptionError, match=r"abfs://CONTAINER@ACCOUNT\.dfs\.core\.windows\.net") as caught:
             Location(url=url)
@@ -263,7 +261,7 @@ def test_invalid_options(options: dict[str, Any], says: str, monkeypatch: pytest
 
 
 def test_without_azure_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    azure._identity.cache_clear()
+    buckets._identity.cache_clear()
     monkeypatch.setitem(sys.modules, "obstore.auth.azure", None)
     with pytest.raises(OptionError, match=r'az:// needs azure-identity.*pip install "zloader\[azure\]"'):
         zl.open_dataset("az://cells/a.zarr", storage_options={"account_name": "acme"})

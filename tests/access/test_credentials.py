@@ -22,8 +22,8 @@ from helpers import counts, digest, web_server, write_store
 
 import zloader as zl
 from benchmarks.harness.s3 import Sim
-from zloader.access.credentials import s3_access
 from zloader.access.location import Location
+from zloader.access.s3 import s3_access
 from zloader.common.errors import AccessDeniedError, StoreError
 from zloader.reading.tensorstore_reader import Credentials, kvstore_spec
 

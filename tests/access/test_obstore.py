@@ -90,7 +90,7 @@ def source(faults: list[str], conditions: list[str | None], monkeypatch: pytest.
         serving = functools.partial(_Faulty, faults=faults, over=over, conditions=conditions)
         address = running.enter_context(web_server(serving))
         signed = f"{address}/?signature={SECRET}"
-        store = kept_store("HTTPStore", signed, endpoint_url=address, retries=False)
+        store = kept_store("HTTPStore", signed, retries=False)
         monkeypatch.setattr(SCHEMES["az"], "read_range", lambda _: functools.partial(read_once, store))
         monkeypatch.setattr(Location, "find_object", lambda *_: StoredObject(size=1, tag="changed", stamp="changed"))
 
@@ -189,7 +189,7 @@ def test_credentials_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> No
 
     address = "http://127.0.0.1:9"
     access = {"account_name": "a", "endpoint": address, "credential_provider": nothing}
-    store = kept_store("AzureStore", "cells", endpoint_url=address, retries=False, **access)
+    store = kept_store("AzureStore", "cells", retries=False, **access)
     location = Location(url="az://cells/a.zarr")
     monkeypatch.setattr(SCHEMES["az"], "read_range", lambda _: functools.partial(read_once, store))
     listed = {"key": StoredObject(size=len(CONTENT), tag="tag", stamp="tag")}

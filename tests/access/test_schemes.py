@@ -30,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
-from zloader.access import google
+from zloader.access import buckets
 from zloader.access.location import Location, location_of
 from zloader.common.errors import (
     AccessDeniedError,
@@ -463,7 +463,7 @@ GOOGLE = "gs://bucket/two words/counts.zarr"
 
 
 def test_google_without_google_auth(monkeypatch):
-    google._credentials.cache_clear()
+    buckets._of_google.cache_clear()
     monkeypatch.setitem(sys.modules, "obstore.auth.google", None)
     with pytest.raises(OptionError, match=r'pip install "zloader\[gs\]"'):
         zl.open_dataset("gs://bucket/a.zarr", storage_options={"endpoint_url": "http://127.0.0.1:9"})

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import zloader as zl
-from zloader.access.credentials import s3_access
 from zloader.access.location import Location
+from zloader.access.s3 import s3_access
 from zloader.common.errors import OptionError, ZloaderError
 
 pytestmark = pytest.mark.any_version

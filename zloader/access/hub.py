@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from zloader.access.object_files import ObjectFiles, ObjectScheme, kept_store, obstore_errors, read_once, status_of
-from zloader.access.scheme import ReadRange, libraries
-from zloader.access.storage_options import require_known
+from zloader.access.object_files import ObjectFiles, ObjectScheme, kept_store, read_once
+from zloader.access.scheme import ReadRange, access_errors, is_denial, libraries, status_of, wait_s
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import OptionError, ReadError, StoreNotFoundError
 
@@ -40,9 +39,10 @@ _needed = functools.partial(libraries, "hf", "huggingface_hub", "hf")
 class Hub(ObjectScheme):
     """hf:// URLs."""
 
+    library = "HTTPStore"
+    options = ("token", "endpoint")
     form = "datasets/ORG/NAME/PATH"
     advice = "HF_TOKEN, 'hf auth login', or the token in storage_options, and whether you may see the repository"
-    attempts_if_denied = 2  # maybe the address has expired
     if_nothing = "check the repository and the path, and HF_TOKEN if the repository is private"
 
     def path(self, location: Any, rest: str) -> str:
@@ -71,7 +71,7 @@ class Hub(ObjectScheme):
             except HFValidationError as error:
                 raise OptionError(f"cannot open {location.url}: {error}") from error
             except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-                if self.is_denial(error):
+                if is_denial(error):
                     raise
                 missing = "revision" if isinstance(error, RevisionNotFoundError) else "repository"
                 raise StoreNotFoundError(
@@ -79,44 +79,25 @@ class Hub(ObjectScheme):
                 ) from error
             return str(about.sha)
 
-    def store(self, location: Any, *, prefix: str = "", retries: bool) -> Any:
-        with _needed():
-            api = _api(location)
-        address = _address(api, self.split(location)[0], prefix)
-        headers = {name: str(value) for name, value in api._build_hf_headers().items()}
-        return kept_store("HTTPStore", address, endpoint_url=address, headers=headers, retries=retries)
+    def address(self, location: Any, prefix: str) -> tuple[str, dict[str, Any]]:
+        return _address(_api(location), self.split(location)[0], prefix), {}
 
-    def files(self, location: Any, *, asynchronous: bool) -> Any:
+    def access(self, location: Any) -> tuple[str, dict[str, Any]]:
+        with _needed():
+            from huggingface_hub import get_token
+        found = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the file of 'hf auth login'"
+        if location.storage_options.get("token"):
+            found = "token in storage_options"
+        elif not get_token():
+            found = "none, which suffices for public repositories"
+        return found, {"headers": _headers(_api(location))}
+
+    def sync_files(self, location: Any) -> Any:
         return _HubFiles(location, self.store(location, retries=True))
 
     def read_range(self, location: Any) -> ReadRange | None:
         _api(location)
         return _Addresses(location).read
-
-    def errors(self) -> tuple[type[Exception], ...]:
-        with _needed():
-            from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-        return *super().errors(), HfHubHTTPError.__mro__[1], EntryNotFoundError  # the first: any error of its client
-
-    def wait_s(self, error: BaseException) -> float:
-        from huggingface_hub.utils._http import parse_ratelimit_headers
-
-        headers = getattr(getattr(error, "response", None), "headers", {})
-        limit = parse_ratelimit_headers(headers)
-        after = headers.get("Retry-After", "")
-        if limit is not None and limit.remaining == 0:
-            return float(limit.reset_in_seconds)
-        return float(after) if after.isdigit() else 0.0
-
-    def credentials(self, location: Any) -> str:
-        """Where a token for the Hub is. Raises OptionError if huggingface_hub is not installed."""
-        with _needed():
-            from huggingface_hub import get_token
-        if location.storage_options.get("token"):
-            return "token in storage_options"
-        if not get_token():
-            return "none, which suffices for public repositories"
-        return "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the file of 'hf auth login'"
 
 
 def _parts(url: str, rest: str) -> re.Match[str]:
@@ -135,8 +116,12 @@ def _api(location: Any) -> Any:
     """The client of the Hub. It finds the token: HF_TOKEN, or the file of 'hf auth login'."""
     with _needed():
         from huggingface_hub import HfApi
-    require_known(location.storage_options, "hf", {"token", "endpoint"})
+    location.kind.require_options(location)
     return HfApi(**location.storage_options)
+
+
+def _headers(api: Any) -> dict[str, str]:
+    return {name: str(value) for name, value in api._build_hf_headers().items()}
 
 
 def _address(api: Any, root: str, path: str) -> str:
@@ -165,25 +150,24 @@ class _HubFiles(ObjectFiles):
         """Reads once more after the time that the Hub names, if it answers 429."""
         try:
             return super().cat_file(path, start, end)
-        except obstore_errors() as error:
+        except access_errors() as error:
             if status_of(error) != 429:
                 raise
-            wait_s, key = self._wait_s(path), path.removeprefix(f"{self._location.path}/")
-            if wait_s > _MOST_WAIT_S:
+            pause_s, key = self._wait_s(path), path.removeprefix(f"{self._location.path}/")
+            if pause_s > _MOST_WAIT_S:
                 raise ReadError(
                     f"cannot read {key} of {self._location.url}: the Hub limits how often it is asked (429), and asks "
-                    f"to wait {wait_s:.0f} s. Try again then"
+                    f"to wait {pause_s:.0f} s. Try again then"
                 ) from error
-        time.sleep(wait_s)
+        time.sleep(pause_s)
         return super().cat_file(path, start, end)
 
     def _wait_s(self, path: str) -> float:
         """The seconds that the Hub asks to wait, which obstore does not tell."""
-        kind = self._location.kind
         try:
             _metadata(self._api, _address(self._api, self.root, self.key(path)))
-        except kind.errors() as error:
-            return float(kind.wait_s(error))
+        except access_errors() as error:
+            return wait_s(error)
         return 0.0
 
     def _of_hub(self, found: Any) -> dict[str, Any]:
@@ -260,10 +244,13 @@ class _Addresses:
         found = await self._find(key)
         try:
             tag, stored = await read_once(found.store, "", start, stop)
-        except self._location.kind.errors() as error:
-            if self._location.kind.is_denial(error):  # maybe the address has expired
-                self._found.addresses.pop(key, None)
-            raise
+        except access_errors() as error:
+            if not is_denial(error):
+                raise
+            if self._found.addresses.get(key) is found:  # it may have expired
+                del self._found.addresses[key]
+            found = await self._find(key)
+            tag, stored = await read_once(found.store, "", start, stop)
         return found.tag or tag, stored
 
     async def _find(self, key: str) -> _Address:
@@ -291,15 +278,13 @@ class _Addresses:
         try:
             found = _metadata(api, _address(api, root, f"{prefix}/{key}".strip("/")))
         except Exception as error:
-            if wait_s := location.kind.wait_s(error):
-                self._found.silent_until, self._found.limited = time.monotonic() + wait_s, error
+            if pause_s := wait_s(error):
+                self._found.silent_until, self._found.limited = time.monotonic() + pause_s, error
             if status_of(error) == 404:
                 raise FileNotFoundError(str(error)) from error
             raise
         at_hub = found.location.startswith(api.endpoint)  # a small file, which the Hub itself sends
-        headers = {name: str(value) for name, value in api._build_hf_headers().items()} if at_hub else {}
-        address = found.location
-        store = kept_store("HTTPStore", address, endpoint_url=address, headers=headers, retries=False)
+        store = kept_store("HTTPStore", found.location, headers=_headers(api) if at_hub else {}, retries=False)
         tag = f"{found.commit_hash} {found.etag}"
         if not location.revision:
             tag = found.xet_file_data.file_hash if found.xet_file_data else ""

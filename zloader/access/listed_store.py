@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
-from zloader.access.schemes import access_errors, is_denial
+from zloader.access.scheme import access_errors, is_denial
 from zloader.access.stored_objects import StoredObject
 from zloader.access.zarr_groups import UNDECODABLE, implied_keys, members_of, open_zarr_group
 from zloader.common.errors import (
@@ -115,10 +115,10 @@ class ListedStore(Store):
         try:
             return await self.read(key, prototype, byte_range)
         except Exception as error:
-            if "://" not in self._url or not isinstance(error, access_errors(self._url)):
+            if "://" not in self._url or not isinstance(error, access_errors()):
                 raise
             reason = reason_of(error)
-            if is_denial(self._url, error):
+            if is_denial(error):
                 raise AccessDeniedError(f"not allowed to read {key} of {self._url}: {reason}") from error
             raise ReadError(f"cannot read {key} of {self._url}: {reason}. Is its server running? Try again") from error
 

@@ -1,16 +1,11 @@
 """Where a store is: its URL and options, its listing, and the zarr store for its metadata.
 
-Everything here goes through fsspec and zarr. The bytes of chunks go through TensorStore instead (kvstore.py), which
-receives the same credentials and endpoints.
-
-What differs between schemes is in schemes.py. The clients of web servers take half a second to import, so they are
-imported in the methods that use them.
+What differs between schemes is in schemes.py. Clients take half a second to import, so functions import them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +17,7 @@ from urllib.parse import unquote, urlsplit
 import zarr.abc.store
 import zarr.storage
 
-from zloader.access.listed_store import implied_objects
-from zloader.access.scheme import Scheme
+from zloader.access.scheme import Scheme, access_errors, is_denial
 from zloader.access.schemes import SCHEMES
 from zloader.access.stored_objects import Listing, StoredObject
 from zloader.common.checks import absolute_path
@@ -34,7 +28,6 @@ _HDF5_SUFFIXES = (".h5ad", ".h5mu", ".h5", ".hdf5")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _WITH_QUERY = re.compile(r"https?://[^?#]*\?[^#]*", re.IGNORECASE | re.DOTALL)
 _SLASH_MISSING = re.compile(rf"({'|'.join(SCHEMES)}):(?!//)(.*)", re.IGNORECASE | re.DOTALL)
-_FILESYSTEMS: dict[int, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +124,6 @@ class Location:
 
         It is empty for object storage, where tags derive from the content or the time of writing and suffice.
         """
-        if self.scheme == "file":
-            return os.path.realpath(self.path)
         return self.kind.origin(self)
 
     @property
@@ -156,17 +147,15 @@ class Location:
     def filesystem(self, *, asynchronous: bool = False) -> Any:
         """The fsspec file system that contains `path`, without a listings cache."""
         with self.translated("open"):
-            return self.kept(self.kind.files(self, asynchronous=asynchronous))
+            return self.kind.files(self, asynchronous=asynchronous)
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """A zarr store rooted at this URL, for metadata and small arrays."""
         if not read_only:
             self.require_writable()
-            if self.scheme == "file":
-                return zarr.storage.LocalStore(self.path)
-            return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=False, path=self.path)
-        store: zarr.abc.store.Store = self.kind.zarr_store(self)
-        return store
+        if self.scheme == "file":
+            return zarr.storage.LocalStore(self.path, read_only=read_only)
+        return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=read_only, path=self.path)
 
     def pinned(self) -> Location:
         """The location as it is now, if its URL names what may later be another store, such as a branch."""
@@ -180,17 +169,13 @@ class Location:
         """
         with self.translated("list"):
             try:
-                if self.is_web:
-                    store, find = self.zarr_store(read_only=True), functools.partial(self.kind.find, self)
-                    return Listing(implied_objects(store, self.path, find).items())
-                listed = self.kind.listing(self)
+                if listed := self.kind.listing(self):
+                    return listed
             except ZloaderError:  # a StoreNotFoundError is a FileNotFoundError
                 raise
             except (FileNotFoundError, NotADirectoryError):
-                listed = Listing([])
-        if not listed:
-            raise StoreNotFoundError(self._why_nothing())
-        return listed
+                pass
+        raise StoreNotFoundError(self._why_nothing())
 
     def matches(self, *, offline: bool = False) -> list[Location]:
         """The locations that a glob matches, sorted by URL. Anything else, or what exists under that name, is itself.
@@ -275,16 +260,6 @@ class Location:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    @staticmethod
-    def kept(filesystem: Any) -> Any:
-        """Returns a file system after adding a reference that keeps it alive until the process ends.
-
-        fsspec drops its file systems in a forked process. Without another reference, the fork would close their
-        connections. Both processes share one epoll, so the parent would then wait forever for answers on them.
-        """
-        _FILESYSTEMS[id(filesystem)] = filesystem
-        return filesystem
-
     @contextlib.contextmanager
     def translated(self, doing: str) -> Iterator[None]:
         """Translates errors of file systems and their clients into zloader's."""
@@ -293,9 +268,9 @@ class Location:
         except ZloaderError:
             raise
         except Exception as error:
-            if isinstance(error, self.kind.errors()):
+            if isinstance(error, access_errors()):
                 reason = reason_of(error)
-                if self.kind.is_denial(error):
+                if is_denial(error):
                     raise AccessDeniedError(
                         f"not allowed to {doing} {self.url}: {reason}. Check {self.kind.advice}"
                     ) from error

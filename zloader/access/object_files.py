@@ -15,7 +15,6 @@ from __future__ import annotations
 import email.utils
 import functools
 import re
-import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,16 +23,14 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from zloader.access.scheme import ReadRange, Scheme, claim_process, uses
-from zloader.access.stored_objects import Listing, StoredObject
+from zloader.access.scheme import ReadRange, Scheme, access_errors, claim_process, status_of, uses
+from zloader.access.storage_options import require_known
 from zloader.common.concurrent_calls import concurrently
 
 # A stalled connection is dropped after as long as by TensorStore. The deadline of a read bounds all its attempts.
 _CLIENT = {"connect_timeout": "10s", "read_timeout": "20s", "timeout": "24h"}
 _ONE_REQUEST = {"max_retries": 0, "retry_timeout": timedelta(seconds=30)}
 _FEW_REQUESTS = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
-_STATUS = re.compile(r"status(?: code)?: (\d{3})")
-_DENIED = (401, 403, 407)
 _STRONG_TAG = re.compile("[!#-~]+")  # not a time, nor a weak ETag, with which nothing matches
 _STORES: dict[str, Any] = {}  # of this process, each with its connections
 _AWAITED: weakref.WeakSet[Any] = weakref.WeakSet()  # reads that obstore still refers to
@@ -41,7 +38,7 @@ _EXIT_S = 2.0  # that a process waits for them
 
 
 def kept_store(
-    kind: str, where: str, *, endpoint_url: str, headers: Mapping[str, str] | None = None, retries: bool, **options: Any
+    kind: str, where: str, *, headers: Mapping[str, str] | None = None, retries: bool, **options: Any
 ) -> Any:
     """A store of obstore, such as GCSStore(where, **options). Equal calls return the same one."""
     from obstore import store
@@ -49,35 +46,11 @@ def kept_store(
     claim_process("obstore")
     key = repr((kind, where, headers, retries, sorted(options.items())))
     if key not in _STORES:
-        client = {**_CLIENT, "allow_http": endpoint_url.startswith("http://"), "default_headers": dict(headers or {})}
+        address = str(options.get("endpoint") or options.get("base_url") or where)
+        client = {**_CLIENT, "allow_http": address.startswith("http://"), "default_headers": dict(headers or {})}
         policy = _FEW_REQUESTS if retries else _ONE_REQUEST
         _STORES[key] = getattr(store, kind)(where, client_options=client, retry_config=policy, **options)
     return _STORES[key]
-
-
-def obstore_errors() -> tuple[type[Exception], ...]:
-    """The errors of obstore, if it has been imported; otherwise there can be none."""
-    if "obstore" not in sys.modules:
-        return ()
-    from obstore.exceptions import BaseError
-
-    return (BaseError,)
-
-
-def status_of(error: BaseException) -> int | None:
-    """The status with which a server has answered; None if it has not answered."""
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else getattr(getattr(error, "response", None), "status_code", None)
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether an error of obstore, or of another client that keeps the answer, means that access is denied."""
-    if isinstance(error, obstore_errors()):
-        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-            return True
-    return status_of(error) in _DENIED
 
 
 def tag_of(meta: Mapping[str, Any]) -> str:
@@ -91,49 +64,51 @@ def tag_of(meta: Mapping[str, Any]) -> str:
 class ObjectScheme(Scheme):
     """A kind of URL that obstore reads."""
 
-    is_source = True
-    is_writable = False
+    library = ""  # obstore's class of store
+    options: tuple[str, ...] = ()  # of storage_options
 
-    def store(self, location: Any, *, prefix: str = "", retries: bool) -> Any:
-        """What obstore calls the store that a location is in, with `prefix` before all keys. Raises OptionError."""
+    def require_options(self, location: Any) -> None:
+        """Raises OptionError for options that there are not."""
+        require_known(location.storage_options, location.scheme, self.options)
+
+    def access(self, location: Any) -> tuple[str, dict[str, Any]]:
+        """Which credentials are found, without secrets, and what `kept_store` needs. Raises OptionError."""
         raise NotImplementedError
+
+    def address(self, location: Any, prefix: str) -> tuple[str, dict[str, Any]]:
+        """What obstore calls the store that a location is in, and its options, with `prefix` before all keys."""
+        return self.split(location)[0], {"prefix": prefix or None}
 
     def split(self, location: Any) -> tuple[str, str]:
         """The two parts of a location's path: the store, and a prefix of the keys in it."""
         root, _, prefix = location.path.partition("/")
         return root, prefix
 
-    def files(self, location: Any, *, asynchronous: bool) -> Any:
+    def store(self, location: Any, *, prefix: str = "", retries: bool) -> Any:
+        """The store of obstore that a location is in. Raises OptionError."""
+        self.require_options(location)
+        where, options = self.address(location, prefix)
+        return kept_store(self.library, where, retries=retries, **options, **self.access(location)[1])
+
+    def credentials(self, location: Any) -> str:
+        self.require_options(location)
+        return self.access(location)[0]
+
+    def sync_files(self, location: Any) -> Any:
+        """The file system, which is not asynchronous."""
         return ObjectFiles(self.split(location)[0], self.store(location, retries=True))
 
-    def listing(self, location: Any) -> Listing:
-        found = location.filesystem().find(location.path, detail=True)
-        return Listing((key[len(location.path) + 1 :], self._stored(entry)) for key, entry in found.items())
-
-    def find_object(self, location: Any, key: str) -> StoredObject:
-        return self._stored(location.filesystem().info(f"{location.path}/{key}"))
-
-    def _stored(self, entry: Mapping[str, Any]) -> StoredObject:
-        tag = self.tag(entry)
-        return StoredObject(size=int(entry["size"]), tag=tag, stamp=tag)
-
-    def zarr_store(self, location: Any) -> Any:
+    def files(self, location: Any, *, asynchronous: bool) -> Any:
+        if not asynchronous:
+            return self.sync_files(location)
         from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-        from zarr.storage import FsspecStore
 
-        files = AsyncFileSystemWrapper(location.filesystem(), asynchronous=True)
-        return FsspecStore(files, read_only=True, path=location.path)
+        return AsyncFileSystemWrapper(self.sync_files(location), asynchronous=True)
 
     def read_range(self, location: Any) -> ReadRange | None:
         with location.translated("open"):
             store = self.store(location, prefix=self.split(location)[1], retries=False)
         return functools.partial(read_once, store)
-
-    def errors(self) -> tuple[type[Exception], ...]:
-        return OSError, *obstore_errors()
-
-    def is_denial(self, error: BaseException) -> bool:
-        return isinstance(error, PermissionError) or is_refusal(error)
 
 
 async def read_once(store: Any, key: str, start: int, stop: int, tag: str = "") -> tuple[str, bytes]:
@@ -204,7 +179,7 @@ class ObjectFiles(AbstractFileSystem):  # type: ignore[misc]
                 listed = [self._of(meta) for batch in self._store.list(key or None) for meta in batch]
                 return _without_folders(listed, self.entry(key)["name"])
             found = self._store.list_with_delimiter(key or None)
-        except obstore_errors() as error:
+        except access_errors() as error:
             if status_of(error) == 404:  # there is no such bucket
                 return []
             raise
@@ -249,7 +224,7 @@ class ObjectFiles(AbstractFileSystem):  # type: ignore[misc]
             within = {"suffix": -start} if start and start < 0 else {"offset": start} if start else None
         try:
             return bytes(self._store.get(key, options={"range": within} if within else {}).bytes())
-        except obstore_errors() as error:
+        except access_errors() as error:
             if type(error).__name__ == "NotSupportedError" and start and start < 0:  # as in Azure
                 size = self.head(key)["size"]
                 return self.cat_file(path, max(0, size + start), size)

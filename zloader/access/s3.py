@@ -1,63 +1,60 @@
 """s3:// URLs: s3fs lists and writes, TensorStore reads, and obstore reads buckets whose requester pays.
 
 TensorStore 0.1.86 names the header x-amz-requester-payer, which AWS ignores, instead of x-amz-request-payer. s3fs names
-it correctly. All clients get the credentials that credentials.py resolves. They take half a second to import, so
-functions import them.
+it correctly. The clients take half a second to import, so functions import them.
+
+botocore, the library below s3fs, resolves endpoint, region and credentials once, from `storage_options`, AWS_*
+variables, profiles and roles, and all clients receive the result. So they always agree, and missing credentials raise
+an error before the first read. On its own, TensorStore would query the instance metadata service, which takes 4.5 s if
+nothing answers, and then send unsigned requests.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from zloader.access.object_files import is_refusal, kept_store, obstore_errors, read_once
+from zloader.access.object_files import kept_store, read_once
 from zloader.access.scheme import ReadRange, Scheme
-from zloader.access.stored_objects import Listing, StoredObject
-from zloader.common.errors import StoreError
-
-if TYPE_CHECKING:
-    from zloader.access.credentials import S3Access
+from zloader.access.storage_options import require_endpoint, require_known
+from zloader.common.errors import AccessDeniedError, OptionError, StoreError
 
 _ATTEMPTS = 3  # to list, where nothing listens: within 3 s. botocore makes 5, in up to 15 s
 _AWS = "https://s3.amazonaws.com"
 _DEADLINE_S = 20.0
 _KEPT = timedelta(minutes=5)  # then botocore is asked again; it renews what expires in less than 10 minutes
+_DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
+# Options that s3fs accepts under several names: the option, its name in client_kwargs, and its alias.
+_NAMES = (
+    ("key", "aws_access_key_id", "username"),
+    ("secret", "aws_secret_access_key", "password"),
+    ("token", "aws_session_token", None),
+    ("endpoint_url", "endpoint_url", None),
+)
+# TensorStore finds and renews these kinds of credentials itself: botocore's name of each, and TensorStore's.
+_RENEWED = {"iam-role": "imds", "container-role": "ecs", "assume-role-with-web-identity": "default"}
+# fsspec drops its file systems in a forked process. Without another reference, the fork would close their connections.
+# Both processes share one epoll, so the parent would then wait forever for answers on them.
+_FILES: dict[int, Any] = {}
 
 
 class S3(Scheme):
     """s3:// URLs."""
 
-    form = "BUCKET/KEY"
-    is_source = True
+    is_writable = True
     advice = "the key and secret in storage_options or the AWS_* variables"
 
     def files(self, location: Any, *, asynchronous: bool) -> Any:
-        from zloader.access.credentials import s3_access
-
         options = {"use_listings_cache": False, **s3_access(location.storage_options).options}
-        return _files_class()(asynchronous=asynchronous, **options)
-
-    def listing(self, location: Any) -> Listing:
-        found = location.filesystem().find(location.path, detail=True)
-        # Consoles create an empty object whose key ends in a slash to represent a folder.
-        return Listing(
-            (key[len(location.path) + 1 :], self._stored(entry)) for key, entry in found.items() if key[-1] != "/"
-        )
-
-    def find_object(self, location: Any, key: str) -> StoredObject:
-        return self._stored(location.filesystem().info(f"{location.path}/{key}"))
-
-    def _stored(self, entry: Any) -> StoredObject:
-        return StoredObject(size=int(entry["size"]), tag=self.tag(entry), stamp=self.tag(entry))
-
-    def zarr_store(self, location: Any) -> Any:
-        from zarr.storage import FsspecStore
-
-        return FsspecStore(location.filesystem(asynchronous=True), read_only=True, path=location.path)
+        found = _files_class()(asynchronous=asynchronous, **options)
+        return _FILES.setdefault(id(found), found)
 
     def read_range(self, location: Any) -> ReadRange | None:
         if not location.storage_options.get("requester_pays"):
@@ -65,35 +62,163 @@ class S3(Scheme):
         with location.translated("open"):
             return functools.partial(read_once, _paid_bucket(location))
 
-    def errors(self) -> tuple[type[Exception], ...]:
-        from aiohttp import ClientPayloadError  # botocore does not translate a body that ends early
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        return OSError, BotoCoreError, ClientError, ClientPayloadError, *obstore_errors()
-
-    def is_denial(self, error: BaseException) -> bool:
-        from botocore.exceptions import NoCredentialsError, PartialCredentialsError
-
-        denied = PermissionError | NoCredentialsError | PartialCredentialsError
-        return isinstance(error, denied) or (isinstance(error, obstore_errors()) and is_refusal(error))
-
     def credentials(self, location: Any) -> str:
-        from zloader.access.credentials import credentials_found
+        """Where the credentials are, with profile, endpoint and region."""
+        access = s3_access(location.storage_options)
+        profile = access.profile or os.environ.get("AWS_PROFILE")
+        endpoint = access.endpoint and access.endpoint.rpartition("@")[2]
+        named = {"profile": profile, "endpoint": endpoint, "region": access.region}
+        return ", ".join([access.found, *(f"{name} {value}" for name, value in named.items() if value)])
 
-        return credentials_found(location.storage_options)
+
+@dataclass(frozen=True, kw_only=True)
+class S3Access:
+    """How both clients reach S3. The secrets in it never appear in its repr.
+
+    `options` are passed to s3fs. `region` is None if none is configured. `secrets` holds the key, secret and session
+    token for signing; it is empty if TensorStore's credentials `provider` finds them itself. `found` says where they
+    are: `storage_options`, `anonymous`, or botocore's name, such as `env` or `iam-role`.
+    """
+
+    options: dict[str, Any] = field(repr=False)
+    endpoint: str | None
+    region: str | None
+    provider: str
+    profile: str | None
+    found: str
+    secrets: dict[str, str] = field(repr=False)
+
+
+def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
+    """Resolves S3 access from the options, the environment and the AWS configuration files, then from a role.
+
+    Raises AccessDeniedError if there are no credentials, and OptionError for an option that cannot be supported.
+    """
+    import botocore.session
+    from botocore.exceptions import BotoCoreError
+
+    options = _normalized(storage_options)
+    client = options["client_kwargs"]
+    try:
+        session = botocore.session.Session(profile=options.get("profile"))
+        endpoint = options.get("endpoint_url") or _configured_endpoint(session)
+        if endpoint:
+            require_endpoint(endpoint)
+            options["endpoint_url"] = endpoint
+            # A self-hosted server may have no regions, but every signature includes one.
+            region = os.environ.get("AWS_REGION") or session.get_config_variable("region")
+            client.setdefault("region_name", region or "us-east-1")
+        provider, secrets, found = _credentials(session, options)
+    except BotoCoreError as error:
+        raise AccessDeniedError(
+            f"cannot load credentials for S3 ({error}): check storage_options, the AWS_* variables and ~/.aws"
+        ) from error
+    return S3Access(
+        options=options,
+        endpoint=endpoint,
+        # Without an endpoint, TensorStore looks up the bucket's region. The configured region may be the machine's.
+        region=client.get("region_name"),
+        provider=provider,
+        profile=options.get("profile"),
+        found=found,
+        secrets=secrets,
+    )
+
+
+def _normalized(storage_options: Mapping[str, Any]) -> dict[str, Any]:
+    """s3fs's options without aliases: each value appears once, under its option name."""
+    _require_known(storage_options)
+    options, client = dict(storage_options), dict(storage_options.get("client_kwargs") or {})
+    if options.get("session") is not None:
+        raise OptionError("storage_options cannot contain a session: pass its profile, or a key and secret, instead")
+    for option, in_client, alias in _NAMES:
+        values = [options.pop(option, None), client.pop(in_client, None), options.pop(alias, None) if alias else None]
+        value = next((value for value in values if value), None)
+        if value:
+            options[option] = str(value)
+    return options | {"client_kwargs": client}
+
+
+def _require_known(storage_options: Mapping[str, Any]) -> None:
+    """Raises OptionError for an option that s3fs or botocore's client does not have, and for options of another type.
+
+    "asynchronous" is not one: zloader opens one file system of each kind.
+    """
+    from aiobotocore.session import AioSession
+    from botocore.session import Session
+    from fsspec.dircache import DirCache
+    from s3fs import S3FileSystem
+
+    known = _parameters(S3FileSystem.__init__, AioSession.__init__, DirCache.__init__) | {"skip_instance_cache"}
+    require_known(storage_options, "s3", known - {"asynchronous"})
+    for name in _DICTS:
+        value = storage_options.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise OptionError(f"{name} in storage_options must be a dict, not {type(value).__name__}")
+    known = _parameters(Session.create_client) - {"service_name", "config"}
+    require_known(storage_options.get("client_kwargs") or {}, "s3", known, "client_kwargs")
+
+
+def _parameters(*functions: Callable[..., Any]) -> set[str]:
+    """The names of all arguments that can be passed by keyword."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = (inspect.signature(function).parameters.items() for function in functions)
+    return {name for each in found for name, parameter in each if parameter.kind in by_name} - {"self"}
+
+
+def _configured_endpoint(session: Any) -> str | None:
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
+        return None
+    profile = session.get_scoped_config()
+    services = session.full_config.get("services", {}).get(profile.get("services"), {})
+    endpoints = (
+        os.environ.get("AWS_ENDPOINT_URL_S3"),
+        os.environ.get("AWS_ENDPOINT_URL"),
+        services.get("s3", {}).get("endpoint_url"),
+        profile.get("endpoint_url"),
+    )
+    return next((endpoint for endpoint in endpoints if endpoint), None)
+
+
+def _credentials(session: Any, options: dict[str, Any]) -> tuple[str, dict[str, str], str]:
+    """TensorStore's credentials provider, the secrets for it, and where they were found.
+
+    Adds secrets that do not expire to s3fs's `options`.
+
+    fsspec reuses one client for equal options for the life of the process. Credentials corrected in a running process
+    take effect only because they change the options.
+    """
+    from botocore.credentials import RefreshableCredentials
+
+    if options.get("anon"):
+        return "anonymous", {}, "anonymous"
+    names = ("key", "secret", "token")
+    if options.get("key"):
+        return "profile", {name: options[name] for name in names if name in options}, "storage_options"
+    found = session.get_credentials()
+    if found is None:
+        raise AccessDeniedError(
+            "found no credentials for S3: pass key and secret in storage_options (or anon=True for a public bucket), "
+            "or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        )
+    if found.method in _RENEWED:
+        return _RENEWED[found.method], {}, found.method
+    secrets = dict(zip(names, found.get_frozen_credentials()[:3], strict=True))
+    secrets = {name: value for name, value in secrets.items() if value}
+    if not isinstance(found, RefreshableCredentials):
+        options |= secrets
+    return "profile", secrets, str(found.method)
 
 
 def _paid_bucket(location: Any) -> Any:
     """The store of obstore for a location whose requester pays."""
-    from zloader.access.credentials import s3_access
-
     bucket, _, prefix = location.path.partition("/")
     access = s3_access(location.storage_options)
     endpoint, region = access.endpoint, access.region or bucket_region(bucket)
-    options = {**_signed(access), "region": region, "request_payer": True}
+    options = {**_signed(access), "region": region, "request_payer": True, "prefix": prefix or None}
     if endpoint:
         options["endpoint"] = endpoint
-    return kept_store("S3Store", bucket, endpoint_url=endpoint or _AWS, prefix=prefix or None, retries=False, **options)
+    return kept_store("S3Store", bucket, retries=False, **options)
 
 
 def _signed(access: S3Access) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""What is particular to a kind of URL, in a class each. This one is for local files. The others refine it."""
+"""What is particular to a kind of URL, in a class each, and what is common to all: processes, libraries and errors."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+import re
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import fsspec
-import zarr.storage
 
 from zloader.access.stored_objects import Listing, StoredObject, find_file, list_files
 from zloader.common.errors import ForkError, OptionError
@@ -17,18 +18,38 @@ from zloader.common.errors import ForkError, OptionError
 # bytes. An empty tag may be any. If the object has another tag, the server may say so instead, with status 412.
 ReadRange = Callable[[str, int, int, str], Awaitable[tuple[str, bytes]]]
 _first_users: dict[str, int] = {}  # the process that first used each library
+_ERRORS = (
+    ("aiohttp", "ClientPayloadError"),  # of a body that ends early, which botocore does not translate
+    ("azure.core.exceptions", "AzureError"),
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("httpx", "HTTPError"),  # of huggingface_hub, depending on its version
+    ("httpx2", "HTTPError"),
+    ("huggingface_hub.errors", "EntryNotFoundError"),
+    ("obstore.exceptions", "BaseError"),
+)
+_DENIALS = (
+    ("azure.core.exceptions", "ClientAuthenticationError"),
+    ("botocore.exceptions", "NoCredentialsError"),
+    ("botocore.exceptions", "PartialCredentialsError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("obstore.exceptions", "PermissionDeniedError"),
+    ("obstore.exceptions", "UnauthenticatedError"),
+)
+_DENIED = (401, 403, 407)
+_LIMIT = re.compile(r";r=0;t=(\d+)")  # none remain, for so many seconds
+_STATUS = re.compile(r"status(?: code)?: (\d{3})")
 
 
 class Scheme:
-    """Files of this machine. The other schemes override what differs. A `location` is a Location, which has one."""
+    """A kind of URL whose objects a file system of fsspec finds. A `location` is a Location, which has a scheme."""
 
-    form = "PATH"  # of what follows ://, for messages
-    advice = "the permissions of the directory"  # what to check if access is denied
+    form = "BUCKET/KEY"  # of what follows ://, for messages
+    advice = ""  # what to check if access is denied
     if_nothing = "check the bucket, the key and the endpoint"
-    is_writable = True
+    is_writable = False
     is_web = False  # a web server, which cannot be listed
-    attempts_if_denied = 1  # to read an object
-    is_source = False  # whether sources of conversions are found as stores are, and not with all options of fsspec
 
     def path(self, location: Any, rest: str) -> str:
         """What file systems call the object at a URL, of which `rest` follows ://."""
@@ -49,46 +70,53 @@ class Scheme:
 
     def files(self, location: Any, *, asynchronous: bool) -> Any:
         """The fsspec file system, without a listings cache. Raises OptionError for options that it does not have."""
-        return fsspec.filesystem("file")
+        raise NotImplementedError
 
     def listing(self, location: Any) -> Listing:
         """Every object below a location, by relative key. Empty, or a FileNotFoundError, if there is none."""
-        return list_files(location.path)
+        found = location.filesystem().find(location.path, detail=True)
+        # Consoles create an empty object whose key ends in a slash to represent a folder.
+        start = len(location.path) + 1
+        return Listing((key[start:], _stored(entry)) for key, entry in found.items() if key[-1] != "/")
 
     def find_object(self, location: Any, key: str) -> StoredObject:
         """The current state of one object below a location. Raises FileNotFoundError."""
-        return find_file(location.path, key)
-
-    def find(self, location: Any, keys: Iterable[str]) -> dict[str, StoredObject]:
-        """Those objects of `keys` below a location that exist, for a kind that cannot be listed."""
-        raise NotImplementedError
-
-    def zarr_store(self, location: Any) -> Any:
-        """A read-only zarr store for metadata and small arrays."""
-        return zarr.storage.LocalStore(location.path, read_only=True)
-
-    def tag(self, entry: Mapping[str, Any]) -> str:
-        """What differs between any two versions of an object, from its fsspec entry."""
-        return str(entry.get("ETag") or "")
+        return _stored(location.filesystem().info(f"{location.path}/{key}"))
 
     def read_range(self, location: Any) -> ReadRange | None:
         """Opens what obstore reads. None for local files, and for what TensorStore reads."""
         return None
 
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The exceptions for failed operations. Raises OptionError if a library is missing."""
-        return (OSError,)
-
-    def is_denial(self, error: BaseException) -> bool:
-        """Whether an error means that permissions or credentials are missing."""
-        return isinstance(error, PermissionError)
-
-    def wait_s(self, error: BaseException) -> float:
-        """The seconds after which a server wants to be asked again; 0 if it does not say."""
-        return 0.0
-
     def credentials(self, location: Any) -> str:
         """Which credentials are found for a location, by name and without secrets. Raises ZloaderError."""
+        raise NotImplementedError
+
+
+def _stored(entry: Mapping[str, Any]) -> StoredObject:
+    tag = str(entry.get("ETag") or "")
+    return StoredObject(size=int(entry["size"]), tag=tag, stamp=tag)
+
+
+class LocalFiles(Scheme):
+    """Files of this machine."""
+
+    form = "PATH"
+    advice = "the permissions of the directory"
+    is_writable = True
+
+    def origin(self, location: Any) -> str:
+        return str(os.path.realpath(location.path))
+
+    def files(self, location: Any, *, asynchronous: bool) -> Any:
+        return fsspec.filesystem("file")
+
+    def listing(self, location: Any) -> Listing:
+        return list_files(location.path)
+
+    def find_object(self, location: Any, key: str) -> StoredObject:
+        return find_file(location.path, key)
+
+    def credentials(self, location: Any) -> str:
         return f"not needed: files of this machine, read as user {os.geteuid()}"
 
 
@@ -120,3 +148,33 @@ def claim_process(library: str) -> None:
             "does not survive a fork: start DataLoader workers with multiprocessing_context='spawn' or 'forkserver', "
             "or use num_workers=0, which is faster"
         )
+
+
+def access_errors() -> tuple[type[Exception], ...]:
+    """The exceptions for failed operations on files, and of those clients that have been imported."""
+    return OSError, *_imported(_ERRORS)
+
+
+def is_denial(error: BaseException) -> bool:
+    """Whether an error means that permissions or credentials are missing."""
+    return isinstance(error, (PermissionError, *_imported(_DENIALS))) or status_of(error) in _DENIED
+
+
+def status_of(error: BaseException) -> int | None:
+    """The status with which a server has answered; None if it has not answered."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else getattr(getattr(error, "response", None), "status_code", None)
+
+
+def wait_s(error: BaseException) -> float:
+    """The seconds after which a server wants to be asked again; 0 if the client does not keep what it says."""
+    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    limit = _LIMIT.search(headers.get("RateLimit", ""))
+    after = limit[1] if limit else headers.get("Retry-After", "")
+    return float(after) if after.isdigit() else 0.0
+
+
+def _imported(names: tuple[tuple[str, str], ...]) -> Iterator[type[Exception]]:
+    for module, name in names:
+        if error := getattr(sys.modules.get(module), name, None):
+            yield error

@@ -1,13 +1,10 @@
-"""Refuses storage_options that a client would ignore, or that would fail later. Imports no client by itself."""
+"""Refuses storage_options that a client would ignore, or that would fail later. Values, maybe secret, are not shown."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
-
-from fsspec.dircache import DirCache
 
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
@@ -23,41 +20,21 @@ _ELSEWHERE = {
     **dict.fromkeys(("region", "region_name", "aws_region"), '"client_kwargs": {"region_name": ...}'),
     "verify": '"client_kwargs": {"verify": ...}',
 }
-_OURS = {"asynchronous"}  # zloader opens one file system of each kind
-_DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
 
 
-def parameters(*functions: Callable[..., Any]) -> set[str]:
-    """The names of all arguments that can be passed by keyword."""
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = (inspect.signature(function).parameters.items() for function in functions)
-    return {name for each in found for name, parameter in each if parameter.kind in by_name} - {"self"}
+def require_known(given: Mapping[str, Any], scheme: str, known: Collection[str], option: str = "") -> None:
+    """Raises OptionError, which names the nearest option, for a storage option that `scheme` does not have.
 
-
-def require_known(storage_options: Mapping[str, Any], scheme: str, known: Collection[str]) -> None:
-    """Raises OptionError, which names the nearest option, for an option that `scheme` does not have."""
-    elsewhere = _ELSEWHERE if scheme == "s3" else {}
-    _refuse_unknown(storage_options, known, option=f"the storage_options of {scheme}://", elsewhere=elsewhere)
-
-
-def require_s3(storage_options: Mapping[str, Any]) -> None:
-    """Raises OptionError for an option that s3fs or botocore's client does not have, and for options of another type.
-
-    Values are not shown, because they may be secrets.
+    The options may be those in one of the storage options, an `option` that is a dict.
     """
-    from aiobotocore.session import AioSession
-    from botocore.session import Session
-    from s3fs import S3FileSystem
-
-    known = parameters(S3FileSystem.__init__, AioSession.__init__, DirCache.__init__) | {"skip_instance_cache"}
-    require_known(storage_options, "s3", known - _OURS)
-    for name in _DICTS:
-        value = storage_options.get(name) or {}
-        if not isinstance(value, Mapping):
-            raise OptionError(f"{name} in storage_options must be a dict, not {type(value).__name__}")
-    client = storage_options.get("client_kwargs") or {}
-    known = parameters(Session.create_client) - {"service_name", "config"}
-    _refuse_unknown(client, known, option="client_kwargs of storage_options", elsewhere={})
+    elsewhere = _ELSEWHERE if scheme == "s3" and not option else {}
+    for name in given:
+        if name not in known:
+            right = elsewhere.get(str(name).lower())
+            near = f". Did you mean {right}?" if right else suggestion(name, known)
+            near = near or f"; there are: {', '.join(sorted(known))}"
+            within = f"{option} of storage_options" if option else f"the storage_options of {scheme}://"
+            raise OptionError(f"there is no {name!r:.100} in {within}{near}")
 
 
 def require_endpoint(endpoint: str, of: str = "S3") -> None:
@@ -72,14 +49,3 @@ def require_endpoint(endpoint: str, of: str = "S3") -> None:
         raise OptionError(
             f"the endpoint_url of {of} must have the form http://HOST:PORT or https://HOST, not {shown!r:.100}"
         )
-
-
-def _refuse_unknown(
-    given: Mapping[str, Any], known: Collection[str], *, option: str, elsewhere: Mapping[str, str]
-) -> None:
-    for name in given:
-        if name not in known:
-            right = elsewhere.get(str(name).lower())
-            near = f". Did you mean {right}?" if right else suggestion(name, known)
-            near = near or f"; there are: {', '.join(sorted(known))}"
-            raise OptionError(f"there is no {name!r:.100} in {option}{near}")

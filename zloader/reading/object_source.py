@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zloader.access.location import Location
-from zloader.access.object_files import status_of
-from zloader.access.scheme import ReadRange
+from zloader.access.scheme import ReadRange, is_denial, status_of, wait_s
 from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import DeadlineError, StoreChangedError, TruncatedObjectError
@@ -247,9 +246,9 @@ class _ObstoreReader:
     def _failure(self, error: BaseException) -> ReadFailure:
         from obstore.exceptions import NotSupportedError, PreconditionError
 
-        answer, kind, status = reason_of(error), self._location.kind, status_of(error)
-        if kind.is_denial(error):
-            return denied(answer, kind.advice, attempts=kind.attempts_if_denied)
+        answer, status = reason_of(error), status_of(error)
+        if is_denial(error):
+            return denied(answer, self._location.kind.advice)
         if isinstance(error, FileNotFoundError):
             return MISSING
         if isinstance(error, NotSupportedError):
@@ -260,7 +259,7 @@ class _ObstoreReader:
             self._matches = False  # the object is looked up, and has changed or is read again
             return OTHER_TAG
         if "redirect" not in answer and (status is None or status >= 500 or status in _PASSING):
-            return ReadFailure(answer=answer, wait_s=kind.wait_s(error))
+            return ReadFailure(answer=answer, wait_s=wait_s(error))
         return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
 
 

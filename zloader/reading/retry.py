@@ -76,14 +76,14 @@ def truncated(answer: str) -> ReadFailure:
     )
 
 
-def denied(answer: str, advice: str, attempts: int = 1) -> ReadFailure:
+def denied(answer: str, advice: str) -> ReadFailure:
     """The failure of a read that the server did not permit; `advice` says what to check."""
     return ReadFailure(
         answer=answer,
         error=AccessDeniedError,
         verdict="was denied",
         advice=f"Check {advice}, and whether they have expired",
-        attempts=attempts,
+        attempts=1,
     )
 
 

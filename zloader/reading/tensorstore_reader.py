@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorstore as ts
 
-from zloader.access.credentials import S3Access, s3_access
 from zloader.access.location import Location
+from zloader.access.s3 import S3Access, s3_access
 from zloader.access.scheme import claim_process
 from zloader.common.descriptors import close_with
 from zloader.common.errors import StoreError

@@ -21,7 +21,8 @@ from zarr.abc.store import ByteRequest, Store
 from zarr.storage import WrapperStore
 
 from zloader.access.location import Location
-from zloader.access.schemes import SCHEMES, advice, is_denial
+from zloader.access.scheme import is_denial
+from zloader.access.schemes import SCHEMES, advice
 from zloader.access.stored_objects import list_files
 from zloader.common.checks import absolute_path
 from zloader.common.errors import (
@@ -121,8 +122,6 @@ class SourceLocation:
         )
 
     def _tag(self, entry: Mapping[str, Any]) -> str:
-        if self.bucket is not None:
-            return self.bucket.kind.tag(entry)
         return next((str(entry[name]) for name in _TAGS if entry.get(name)), "")
 
     def zarr_store(self) -> Store:
@@ -176,7 +175,7 @@ def _source_location(text: str, storage_options: Mapping[str, Any]) -> SourceLoc
         path = str(absolute_path(text))
         return SourceLocation(url=text, name=text, path=path, filesystem=Location(url=text).filesystem())
     known = SCHEMES.get(text.partition("://")[0])
-    if known is not None and known.is_source and "::" not in text:
+    if known is not None and not known.is_web and "::" not in text:
         return _in_bucket(Location(url=text, storage_options=storage_options).pinned())
     name = without_secrets(text)
     options = dict(storage_options)
@@ -217,7 +216,7 @@ def _translated(location: SourceLocation) -> Iterator[None]:
         raise StoreNotFoundError(f"there is no {what}" + f" ({answer})" * (not location.can_be_listed)) from error
     except Exception as error:  # aiohttp, botocore and others have their own exception classes
         said = str(error).partition("\n\nDebug source")[0]  # obstore says more than is of use
-        if is_denial(location.url, error):
+        if is_denial(error):
             check = "" if location.is_local else f". Check {advice(location.url)}"
             reason = error.strerror if isinstance(error, PermissionError) and error.strerror else said
             raise AccessDeniedError(f"not allowed to read {location.name}: {reason}{check}") from error

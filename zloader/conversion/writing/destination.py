@@ -27,7 +27,7 @@ from zarr.storage import WrapperStore
 
 from zloader.access.listed_store import METADATA, is_metadata
 from zloader.access.location import Location
-from zloader.access.schemes import access_errors
+from zloader.access.scheme import access_errors
 from zloader.common.errors import (
     AccessDeniedError,
     OptionError,
@@ -229,7 +229,7 @@ class Destination:
         bucket, key, _ = filesystem.split_path(path)
         prefix = f"{key}/" if key else ""
         # Optional cleanup, which not all credentials allow.
-        with contextlib.suppress(*access_errors(self.location.url)):
+        with contextlib.suppress(*access_errors()):
             found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
             for upload in found.get("Uploads", []):
                 if _may_belong(upload["Key"].removeprefix(prefix)):

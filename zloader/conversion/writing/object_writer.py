@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from zloader.access.location import Location
-from zloader.access.schemes import access_errors, is_denial
+from zloader.access.scheme import access_errors, is_denial
 from zloader.common.concurrent_calls import fulfil
 from zloader.common.errors import AccessDeniedError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.options import MiB
@@ -41,8 +41,8 @@ def translated(doing: str, url: str) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise StoreNotFoundError(f"cannot {doing} {url} ({error}): does the bucket exist?") from error
-    except access_errors(url) as error:
-        if is_denial(url, error):
+    except access_errors() as error:
+        if is_denial(error):
             raise AccessDeniedError(
                 f"not allowed to {doing} {url} ({error}): check the permissions of the directory, or the key and "
                 "secret in storage_options or the AWS_* variables"
