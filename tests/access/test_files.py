@@ -199,7 +199,6 @@ def test_slow_decoding_is_no_slow_disk(root, hangs):
             threads=threads,
             in_flight=ByteBudget(100),
             bands=ByteBudget(100),
-            sweeping=0.0,
             own_buffers=threading.local(),
         )
         try:

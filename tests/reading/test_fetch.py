@@ -25,8 +25,8 @@ from zloader.order.plan import Fetch, Plan
 from zloader.reading import gather
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
-from zloader.reading.matrix_parts import MatrixPart, opened_readers
-from zloader.reading.recipe import Cutting, Recipe
+from zloader.reading.matrix_reader import opened_readers
+from zloader.reading.recipe import Cutting, MatrixPart, Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.metadata import array_layout

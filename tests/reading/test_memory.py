@@ -15,7 +15,7 @@ from zloader.reading import gather
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
 from zloader.reading.gates import ByteBudget
-from zloader.reading.matrix_parts import opened_readers
+from zloader.reading.matrix_reader import opened_readers
 from zloader.reading.matrix_rows import LoadedRows
 from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters

@@ -32,8 +32,7 @@ from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form, Transforming, holds
-from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.recipe import Recipe
+from zloader.reading.recipe import MatrixPart, Recipe
 from zloader.reading.rehearsal import FEW, rehearse
 from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import ChosenGenes, Genes, choose_genes

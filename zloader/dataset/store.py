@@ -43,7 +43,7 @@ from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource, Rows
 from zloader.dataset.elements import MUDATA, ROOTS, is_array, is_name, is_outdated, path_of, read_element, renewed
 from zloader.dataset.transposed import TransposedMatrix
-from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.recipe import MatrixPart
 from zloader.selecting.columns import as_names
 from zloader.selecting.genes import ChosenGenes
 from zloader.selecting.row_maps import RowMap, checked_map, is_whole, looked_up

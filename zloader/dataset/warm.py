@@ -23,8 +23,8 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.reading.bridge import Bridge, Channel
-from zloader.reading.matrix_parts import MatrixPart, opened_readers
-from zloader.reading.matrix_reader import MatrixReader
+from zloader.reading.matrix_reader import MatrixReader, opened_readers
+from zloader.reading.recipe import MatrixPart
 from zloader.reading.resources import Counters
 
 _WINDOW_BYTES = 16 << 20  # decoded bytes of the blocks that are read together

@@ -29,8 +29,7 @@ from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.gates import Ahead, ByteBudget, GroupSizes
 from zloader.reading.gather import SourceRows, indptr_of
-from zloader.reading.matrix_parts import opened_readers
-from zloader.reading.matrix_reader import MatrixReader, Needed
+from zloader.reading.matrix_reader import MatrixReader, Needed, opened_readers
 from zloader.reading.matrix_rows import LoadedRows, needed_rows
 from zloader.reading.recipe import PagedColumn, Recipe
 from zloader.reading.resources import BufferPool, Counters, begun

@@ -15,7 +15,7 @@ request larger than its bound passes when nothing else is held, so every request
 
 The scheduler has the first two (zloader.reading.fetch). The consumer gives back the memory of minibatches, so the
 bridge to it has that budget (zloader.reading.bridge). All readers of an epoch share that of bands and the last
-(zloader.reading.matrix_parts).
+(zloader.reading.matrix_reader).
 """
 
 from __future__ import annotations

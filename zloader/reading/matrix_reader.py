@@ -9,7 +9,10 @@ a full disk, are decoded into the buffer of their fetch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,17 +22,18 @@ from numpy.typing import NDArray
 from zloader.caching.leases import Leases
 from zloader.caching.rows_file import RowsFile
 from zloader.common.concurrent_calls import aside
+from zloader.common.options import FetchOptions
 from zloader.common.records import Rows, Span
 from zloader.reading.chunks import ArrayReader, Corrupt, Reads, Stored
+from zloader.reading.gates import ByteBudget
 from zloader.reading.gather import SourceRows, as_bits, totals_of
 from zloader.reading.loops import copy_rows
-from zloader.reading.read_plan import Elements, FillPlanner, jobs_of
-from zloader.reading.resources import Resources
-from zloader.selecting.genes import ChosenGenes
+from zloader.reading.read_plan import Elements, FillPlanner, jobs_of, share_of
+from zloader.reading.recipe import MatrixPart
+from zloader.reading.resources import Counters, Resources
 from zloader.storage.coded_rows import ENTRY_BYTES, code_blocks, views_of, words_of
-from zloader.storage.layout import MatrixLayout, chunks_of
+from zloader.storage.layout import chunks_of
 from zloader.storage.row_blocks import ENTRY, RowForm, begun_blocks
-from zloader.storage.row_offsets import RowOffsets
 
 # Decoded bytes that a thread holds on their way to the mirror. Fresh memory costs page faults, and memory that is used
 # again stays in the core's cache. Rows of this size cost 0.2 ms of interpreter time, so fewer slow the threads down.
@@ -72,32 +76,67 @@ class Needed:
         return self.through is not None or not self.reader.keeps_columns
 
 
-class MatrixReader:
-    """Loads rows of one matrix, of which x has the genes in `chosen`, or all.
+@contextlib.contextmanager
+def opened_readers(
+    parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, *, sweeping: int
+) -> Iterator[list[MatrixReader]]:
+    """The reader of each part. They share threads and one bound on the bytes in flight.
 
-    The mirror keeps these genes of CSR rows, and all of dense rows. `whole` is a mirror with all genes, if there is
-    one. It is not filled any more. `leases` are the epoch's leases on blocks.
+    `sweeping` has the rows, one after another, that will be read completely. On leaving, the mirrors record the chunks
+    whose checksums were verified, and the leases are released, so that other processes may download the remaining
+    chunks.
+    """
+    in_flight, bands = ByteBudget(options.in_flight_bytes), ByteBudget(options.memory // 8)
+    own_buffers = threading.local()
+    with contextlib.ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="zloader-decode"))
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        readers: list[MatrixReader] = []
+        for part in parts:
+            resources = Resources(
+                url=part.url,
+                options=options,
+                source=part.open_source(),
+                object_sizes=part.object_sizes,
+                counters=counters,
+                threads=threads,
+                in_flight=in_flight,
+                bands=bands,
+                own_buffers=own_buffers,
+                indexes=part.indexes,
+            )
+            leases = None
+            if part.mirror is not None:
+                stack.callback(part.mirror.record_verified)
+                leases = stack.enter_context(contextlib.closing(part.mirror.leases()))
+            readers.append(MatrixReader(part, leases, resources, sweeping=share_of(sweeping, part.n_rows)))
+        yield readers
+
+
+class MatrixReader:
+    """Loads rows of one matrix.
+
+    Its `mirror` keeps the genes of x that are chosen of CSR rows, and all genes of dense rows. Another one with all
+    genes may be there, which is not filled any more. `leases` are the epoch's leases on blocks. `sweeping` is the share
+    of the store's rows that this machine will read one after another: 1 if it needs the whole store, 0 if unknown. It
+    says how many of the blocks beside those that are needed are worth mirroring.
     """
 
-    def __init__(
-        self,
-        matrix: MatrixLayout,
-        indptr: RowOffsets | None,
-        mirror: RowsFile | None,
-        whole: RowsFile | None,
-        chosen: ChosenGenes | None,
-        leases: Leases | None,
-        resources: Resources,
-    ) -> None:
-        self.mirror, self._whole, self._chosen, self._leases = mirror, whole, chosen, leases
-        self._matrix, self._indptr, self._resources = matrix, indptr, resources
-        self._arrays = [ArrayReader(array, resources) for array in matrix.arrays]
-        itemsizes = sum(array.dtype.itemsize for array in matrix.arrays)
-        kept_bytes = 2 if mirror is not None and (mirror.form.coded or self._keeps_chosen) else itemsizes
-        self.row_bytes = matrix.values.n_elements / max(1, matrix.n_rows) * kept_bytes
-        if mirror is not None:
-            sizes, sweeping = resources.object_sizes, resources.sweeping
-            self._planner = FillPlanner.of(matrix, mirror.form, resources.options, sizes, sweeping=sweeping)
+    def __init__(self, part: MatrixPart, leases: Leases | None, resources: Resources, *, sweeping: float) -> None:
+        self.mirror: RowsFile | None = None if part.mirror is None else part.mirror.rows
+        self._whole: RowsFile | None = None if part.mirror is None else part.mirror.whole
+        self._matrix, self._indptr, self._chosen = part.matrix, part.indptr, part.genes
+        self._leases, self._resources = leases, resources
+        if self._keeps_chosen and self.mirror is not None and self.mirror.form.is_whole:
+            self.mirror, self._whole = None, self.mirror  # there is no room for the genes
+        self._arrays = [ArrayReader(array, resources) for array in part.matrix.arrays]
+        itemsizes = sum(array.dtype.itemsize for array in part.matrix.arrays)
+        kept_bytes = 2 if self.mirror is not None and (self.mirror.form.coded or self._keeps_chosen) else itemsizes
+        self.row_bytes = part.matrix.values.n_elements / max(1, part.matrix.n_rows) * kept_bytes
+        if self.mirror is not None:
+            self._planner = FillPlanner.of(
+                part.matrix, self.mirror.form, resources.options, part.object_sizes, sweeping=sweeping
+            )
 
     @property
     def _keeps_chosen(self) -> bool:

@@ -21,8 +21,8 @@ from zloader.common.records import Rows, X
 from zloader.reading import gather
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.gather import SourceRows
-from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.matrix_reader import MatrixReader, Needed
+from zloader.reading.recipe import MatrixPart
 from zloader.selecting.groups import by_value, shares
 from zloader.storage.layout import chunks_of
 from zloader.transforms.transform import RefusedValue

@@ -9,12 +9,64 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.records import MinibatchArrays, Rows
+from zloader.caching.mirror import Mirror
+from zloader.common.records import ByteSource, MinibatchArrays, Rows
 from zloader.reading import gather
 from zloader.reading.forms import Form, Transforming
-from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.columns import ObsColumn
+from zloader.selecting.genes import ChosenGenes
+from zloader.selecting.row_maps import RowMap, looked_up
+from zloader.storage.layout import MatrixLayout
+from zloader.storage.placement import ObjectIndex
+from zloader.storage.row_offsets import RowOffsets
 from zloader.tokenizers.tokenizer import BoundTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixPart:
+    """One store's matrix. Its rows are consecutive rows of the dataset.
+
+    `url` names the store in messages. `indptr` looks up row offsets; None for a dense matrix. `object_sizes` has the
+    bytes per stored object. `open_source` opens a source, which belongs to one event loop. `genes` are the columns of
+    x; None for the genes as stored. `indexes` grows by the shard indexes that are read, by array and shard, so that all
+    readers of this part read each of them once.
+
+    `row_of` has the row of the matrix for each row of the store, or -1 where the matrix lacks it, and a minibatch has
+    no values. None stands for the same rows.
+    """
+
+    url: str
+    matrix: MatrixLayout
+    indptr: RowOffsets | None
+    object_sizes: Mapping[str, int]
+    open_source: Callable[[], ByteSource]
+    mirror: Mirror | None
+    genes: ChosenGenes | None = None
+    row_of: RowMap | None = None
+    indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the dataset that are rows of this store."""
+        return self.matrix.n_rows if self.row_of is None else len(self.row_of)
+
+    def held(self, rows: Rows, at: Rows | slice) -> tuple[Rows, Rows | slice]:
+        """The rows of the matrix for some rows of the store that are at places `at`, without those that it lacks."""
+        if self.row_of is None:
+            return rows, at
+        of_matrix, has = looked_up(self.row_of, rows)
+        places = np.arange(len(rows)) + (at.start or 0) if isinstance(at, slice) else at
+        return of_matrix, places[has]
+
+    @property
+    def n_columns(self) -> int:
+        """Columns of x, the same in all parts of a matrix."""
+        return self.matrix.n_genes if self.genes is None else len(self.genes)
+
+    def has_totals(self, dtype: str) -> bool:
+        """Whether the mirror knows the totals that whole rows have in a dtype, to the last bit."""
+        is_kept = self.mirror is not None and self.matrix.genes is not None
+        return is_kept and np.can_cast(self.matrix.values.dtype, dtype, "safe")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

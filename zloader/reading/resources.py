@@ -81,9 +81,6 @@ class Resources:
     threads: ThreadPoolExecutor
     in_flight: ByteBudget  # shared by all stores of the epoch
     bands: ByteBudget  # of rows whose parts are decoded in several threads, on their way to a mirror; shared, too
-    # The share of the store's rows that this machine will read one after another: 1 if it needs the whole store, 0 if
-    # unknown. It says how many of the chunks beside a block are worth mirroring with it.
-    sweeping: float
     own_buffers: threading.local  # of each thread, shared by all stores of the epoch
     indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)  # that were read, by array and shard
 
