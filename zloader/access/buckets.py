@@ -25,8 +25,7 @@ from fsspec.asyn import get_loop, sync
 
 from zloader.access.listed_store import implied_objects
 from zloader.access.object_files import ObjectScheme, awaited, tag_of
-from zloader.access.scheme import libraries, status_of
-from zloader.access.storage_options import require_endpoint
+from zloader.access.scheme import libraries, require_endpoint, status_of
 from zloader.access.stored_objects import TRUSTED_SINCE, Listing, StoredObject
 from zloader.common.errors import OptionError, StoreError
 

@@ -23,8 +23,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from zloader.access.scheme import ReadRange, Scheme, access_errors, claim_process, status_of, uses
-from zloader.access.storage_options import require_known
+from zloader.access.scheme import ReadRange, Scheme, access_errors, claim_process, require_known, status_of, uses
 from zloader.common.concurrent_calls import concurrently
 
 # A stalled connection is dropped after as long as by TensorStore. The deadline of a read bounds all its attempts.

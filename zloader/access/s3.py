@@ -22,8 +22,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from zloader.access.object_files import kept_store, read_once
-from zloader.access.scheme import ReadRange, Scheme
-from zloader.access.storage_options import require_endpoint, require_known
+from zloader.access.scheme import ReadRange, Scheme, require_endpoint, require_known
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError
 
 _ATTEMPTS = 3  # to list, where nothing listens: within 3 s. botocore makes 5, in up to 15 s

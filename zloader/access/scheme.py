@@ -1,4 +1,4 @@
-"""What is particular to a kind of URL, in a class each, and what is common to all: processes, libraries and errors."""
+"""What is particular to a kind of URL, in a class each, and what all share: options, processes, libraries, errors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 
 from zloader.access.stored_objects import Listing, StoredObject, find_file, list_files
 from zloader.common.errors import ForkError, OptionError
+from zloader.common.messages import suggestion
 
 # Makes one attempt to read a range of an object: its key, start, stop and listed tag become its present tag and the
 # bytes. An empty tag may be any. If the object has another tag, the server may say so instead, with status 412.
@@ -37,6 +39,17 @@ _DENIALS = (
     ("obstore.exceptions", "PermissionDeniedError"),
     ("obstore.exceptions", "UnauthenticatedError"),
 )
+# Names that other tools use for options of s3fs.
+_ELSEWHERE = {
+    **dict.fromkeys(("access_key", "access_key_id", "aws_access_key_id"), "'key'"),
+    **dict.fromkeys(("secret_key", "secret_access_key", "aws_secret_access_key"), "'secret'"),
+    **dict.fromkeys(("session_token", "aws_session_token"), "'token'"),
+    **dict.fromkeys(("endpoint", "endpoint_override", "aws_endpoint_url", "host"), "'endpoint_url'"),
+    **dict.fromkeys(("profile_name", "aws_profile"), "'profile'"),
+    **dict.fromkeys(("anonymous", "skip_signature", "no_sign_request"), "'anon'"),
+    **dict.fromkeys(("region", "region_name", "aws_region"), '"client_kwargs": {"region_name": ...}'),
+    "verify": '"client_kwargs": {"verify": ...}',
+}
 _DENIED = (401, 403, 407)
 _LIMIT = re.compile(r";r=0;t=(\d+)")  # none remain, for so many seconds
 _STATUS = re.compile(r"status(?: code)?: (\d{3})")
@@ -118,6 +131,35 @@ class LocalFiles(Scheme):
 
     def credentials(self, location: Any) -> str:
         return f"not needed: files of this machine, read as user {os.geteuid()}"
+
+
+def require_known(given: Mapping[str, Any], scheme: str, known: Collection[str], option: str = "") -> None:
+    """Raises OptionError, which names the nearest option, for a storage option that `scheme` does not have.
+
+    The options may be those in one of the storage options, an `option` that is a dict.
+    """
+    elsewhere = _ELSEWHERE if scheme == "s3" and not option else {}
+    for name in given:
+        if name not in known:
+            right = elsewhere.get(str(name).lower())
+            near = f". Did you mean {right}?" if right else suggestion(name, known)
+            near = near or f"; there are: {', '.join(sorted(known))}"
+            within = f"{option} of storage_options" if option else f"the storage_options of {scheme}://"
+            raise OptionError(f"there is no {name!r:.100} in {within}{near}")
+
+
+def require_endpoint(endpoint: str, of: str = "S3") -> None:
+    """Raises OptionError unless `endpoint`, of a kind of storage, is the address of a web server."""
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port or IPv6 address
+        usable = False
+    if not usable:
+        shown = endpoint.rpartition("@")[2]
+        raise OptionError(
+            f"the endpoint_url of {of} must have the form http://HOST:PORT or https://HOST, not {shown!r:.100}"
+        )
 
 
 @contextlib.contextmanager

@@ -41,9 +41,8 @@ from typing import Any
 import numpy as np
 
 from zloader.caching.atomic_files import opened, write_atomically
-from zloader.common.descriptors import close_with
 from zloader.common.errors import CacheError, OptionError
-from zloader.common.file_systems import shared_file_system
+from zloader.common.file_systems import close_with, shared_file_system
 from zloader.common.options import Cache
 
 log = logging.getLogger("zloader")

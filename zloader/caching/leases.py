@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.descriptors import close_with
+from zloader.common.file_systems import close_with
 
 log = logging.getLogger("zloader")
 

@@ -32,7 +32,7 @@ from zloader.caching.atomic_files import cached_path, draft_path, opened, qualif
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import LEASED, Leases
 from zloader.common import page_cache
-from zloader.common.descriptors import close_with
+from zloader.common.file_systems import close_with
 from zloader.common.locks import forkable_lock
 from zloader.common.records import Rows
 from zloader.storage.coded_rows import ENTRY_BYTES

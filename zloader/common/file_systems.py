@@ -1,11 +1,18 @@
-"""What statfs(2) tells about a file system: whether it is shared with other machines, and has stable inode numbers."""
+"""What statfs(2) tells about a file system: whether it is shared with other machines, and has stable inode numbers.
+
+Also file descriptors that are closed with their owner. A `__del__` may run while the interpreter ends, when modules
+have already lost their names, `os` among them. IPython, for one, keeps objects until then. A finalizer does nothing at
+that time: the kernel closes what is still open.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 _SHARED = {
     0x00006969: "NFS",
@@ -60,3 +67,10 @@ def shared_file_system(path: str | Path) -> str | None:
     """
     magic = _magic(path)
     return None if magic is None else _SHARED.get(magic)
+
+
+def close_with(owner: Any, number: int) -> weakref.finalize[[int], Any]:
+    """Closes a file descriptor when its owner is gone, or when the result is called. Does it once."""
+    closing = weakref.finalize(owner, os.close, number)
+    closing.atexit = False  # threads may use it until the end
+    return closing

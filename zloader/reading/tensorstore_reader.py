@@ -18,8 +18,8 @@ import tensorstore as ts
 from zloader.access.location import Location
 from zloader.access.s3 import S3Access, s3_access
 from zloader.access.scheme import claim_process
-from zloader.common.descriptors import close_with
 from zloader.common.errors import StoreError
+from zloader.common.file_systems import close_with
 from zloader.common.records import Span
 from zloader.reading.retry import MISSING, Answer, ReadFailure, classify_failure
 
