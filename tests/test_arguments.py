@@ -99,7 +99,7 @@ def test_names_may_be_any_iterable_of_strings(dataset: zl.Dataset, names: Any) -
 
 # The options, the ODD values that they may have, and the message for all others.
 OF_THE_LOADER = {
-    **{option: ([], f"{option} must be one of") for option in ("layout", "locality")},
+    **{option: ([], f"{option} must be one of") for option in ["layout"]},
     "dtype": (["none"], "dtype must be one of"),
     "transforms": (["list", "dict"], "transforms must"),
     "batch_transform": (["none"], "batch_transform must be a function of a Minibatch"),

@@ -5,7 +5,7 @@
 Every machine has eight trainers, which take minibatches as fast as they come, and a mirror. The two ways:
 
 - global: a global order. A mirror has what the trainers of its machine have read.
-- parts: `locality="machine"`. Each machine reads the same part of the rows in every epoch.
+- parts: `dataset.split(n)[machine]`. Each machine reads the same part of the rows in every epoch.
 
 The plan, the reads of a fetch and the mirrors are those of simulated.py. Machines share nothing but the bucket, so one
 of N machines is simulated, with an N-th of the bucket's GETs. Links, disks and cores serve one thing after another, and

@@ -4,7 +4,7 @@
 
 Everything is arithmetic. A GPU trains as many rows a second as its FLOPs allow, 6 per parameter and token at a share of
 its peak, or as many as were measured. The process of each GPU loads its rows, and each machine mirrors a part of them
-(`locality="machine"`): the first epoch reads from the store, later ones from the mirrors. The slowest of GPUs, loading
+(`dataset.split(n)`): the first epoch reads from the store, later ones from the mirrors. The slowest of GPUs, loading
 and links sets the pace. The defaults are Tahoe-100M, a model like scGPT, eight H100, and rates that were measured with
 zloader. `--measured` takes rows, rates and bytes from the output of `zloader bench --json` instead. The last line is
 one JSON document.

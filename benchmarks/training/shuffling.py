@@ -16,7 +16,7 @@ random rows, on the 380 drugs of Tahoe-100M. Only the ratio to random rows is co
 document.
 
 With --machines, that many ranks of one machine each train together: a step takes a minibatch of every rank. The default
-order is then divided in three ways: globally, in the parts that `locality="machine"` deals, and in stretches.
+order is then divided in three ways: globally, in equal parts as `dataset.split(n)` deals them, and in stretches.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
 
 def loaders_of(dataset: zl.Dataset, way: str, machines: int, **options: Any) -> list[zl.Loader]:
     """The loaders of all ranks, which together have the rows of the dataset."""
+    if way == "global":
+        return [zl.Loader(dataset, rank=rank, world_size=machines, **options) for rank in range(machines)]
     if way != "stretches":
-        place = {} if way == "global" else {"locality": "machine", "local_world_size": 1}
-        return [zl.Loader(dataset, rank=rank, world_size=machines, **place, **options) for rank in range(machines)]
+        return [zl.Loader(part, **options) for part in dataset.split(machines)]
     cuts = np.linspace(0, dataset.n_obs, machines + 1).astype(int).tolist()
     return [zl.Loader(dataset[first:last], **options) for first, last in itertools.pairwise(cuts)]
 

@@ -624,17 +624,6 @@ def test_a_run_over_a_view_is_resumed(dataset):
         zl.Loader(dataset.where("lane in [0, 1, 3]"), **SIZES).load_state_dict(state)
 
 
-@pytest.mark.every(4)
-def test_machines_keep_to_their_part_of_a_view(dataset):
-    view = dataset.where("lane != 1")
-    options = {**SIZES, "world_size": 2, "locality": "machine", "local_world_size": 1}
-    first, second = (epoch(zl.Loader(view, rank=rank, **options)) for rank in range(2))
-    np.testing.assert_array_equal(np.sort(np.concatenate([first, second])), view.row_numbers)
-    again, _ = (epoch(zl.Loader(view, rank=rank, seed=0, **options)) for rank in range(2))
-    assert set(again) == set(first)
-    assert abs(len(first) - len(second)) <= 1
-
-
 def test_the_quality_of_a_plan_over_a_view_is_measured_against_its_rows(dataset):
     """A view of a single label has no entropy in any order, however mixed the other rows are."""
     view = dataset.where("lane == 3")

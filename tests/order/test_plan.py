@@ -12,7 +12,6 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
-from zloader.order.parts import DealtParts
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling
 from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming, stratified
@@ -259,15 +258,6 @@ def test_a_plan_sweeps_that_takes_every_row(sampling, sweeps):
     plan = Plan(dataset_rows=20, sampling=sampling, batch_size=2, fetch_factor=2)
     assert (plan.swept_rows == plan.dataset_rows) is sweeps
     assert not dataclasses.replace(plan, world_size=2).swept_rows
-
-
-@pytest.mark.parametrize(("n_rows", "parts", "swept"), [(2_000_000, 2, 8192), (100_000, 2, 781), (1000, 4, 64)])
-def test_a_machine_reads_the_regions_of_its_parts_completely(n_rows, parts, swept):
-    sampling = DealtParts(sampling=Streaming(), n_obs=n_rows, machines=parts)
-    plan = Plan(dataset_rows=n_rows, sampling=sampling, batch_size=2, fetch_factor=2, world_size=8)
-    assert plan.swept_rows == swept
-    chosen = dataclasses.replace(sampling, sampling=Streaming(indices=range(20)), n_obs=20)
-    assert dataclasses.replace(plan, sampling=chosen).swept_rows == 0
 
 
 def test_golden_minibatches():

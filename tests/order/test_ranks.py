@@ -12,7 +12,7 @@ from helpers import counts, write_store
 
 import zloader as zl
 from zloader.common.errors import OptionError
-from zloader.order.ranks import placement_of
+from zloader.order.ranks import own_rank
 from zloader.testing import assert_resumes_anywhere
 
 N_ROWS = 101
@@ -74,14 +74,10 @@ def test_a_rank_resumes_anywhere(store):
 
 
 def test_ranks_come_from_arguments_or_the_environment(monkeypatch):
-    for name, value in (("RANK", "5"), ("WORLD_SIZE", "6"), ("LOCAL_WORLD_SIZE", "3")):
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "6")):
         monkeypatch.setenv(name, value)
-    here = placement_of(None, None, "global", None)
-    assert (here.rank, here.world_size, here.machines) == (5, 6, 1)
-    here = placement_of(None, None, "machine", None)
-    assert (here.rank, here.world_size, here.machines) == (5, 6, 2)
-    here = placement_of(3, 4, "machine", 2)
-    assert (here.rank, here.world_size, here.machines) == (3, 4, 2)
+    assert own_rank(None, None) == (5, 6)
+    assert own_rank(3, 4) == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -93,64 +89,31 @@ def test_ranks_come_from_arguments_or_the_environment(monkeypatch):
         ({"RANK": "", "WORLD_SIZE": "2"}, "has RANK='', which is not a whole number"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "has RANK='-1', which is not a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2.0"}, "has WORLD_SIZE='2.0', which is not a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "x"}, "has LOCAL_WORLD_SIZE='x', which is not a whole"),
     ],
 )
 def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, says):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(OptionError, match=says):
-        placement_of(None, None, "machine", None)
+        own_rank(None, None)
 
 
 @pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
 def test_a_world_of_one_needs_no_rank(monkeypatch, variables):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    for locality in ("global", "machine"):
-        here = placement_of(None, None, locality, None)
-        assert (here.rank, here.world_size, here.machines) == (0, 1, 1)
-
-
-class Backwards(zl.Sampling):
-    """A user-defined sampling."""
-
-    def n_rows(self, dataset_rows):
-        return dataset_rows
-
-    def rows(self, start, stop, *, dataset_rows, seed, epoch):
-        return dataset_rows - 1 - np.arange(start, stop)
+    assert own_rank(None, None) == (0, 1)
 
 
 REFUSED = {
-    "locality": ({"locality": "rack"}, "locality must be one of 'global', 'machine', not 'rack'"),
-    "uneven": ({"locality": "machine", "local_world_size": 3}, "4 is not a multiple of local_world_size 3"),
-    "none": ({"locality": "machine", "local_world_size": 0}, "local_world_size must be .* not 0"),
-    "text": ({"locality": "machine", "local_world_size": "2"}, "local_world_size must be .* not '2'"),
-    "text world": ({"locality": "machine", "world_size": "4"}, "world_size must be .* not '4'"),
-    "text rank": ({"locality": "machine", "rank": "1"}, "rank must be .* not '1'"),
-    "beyond": ({"locality": "machine", "local_world_size": 2, "rank": 4}, "rank 4 does not exist"),
-    "indices": (
-        {"locality": "machine", "local_world_size": 2, "sampling": zl.BlockShuffling(2, indices=[1, 2, 3])},
-        r"takes BlockShuffling without indices: give the Loader the view dataset.where\(indices\)",
-    ),
-    "weights": (
-        {"locality": "machine", "local_world_size": 2, "sampling": zl.BlockWeightedSampling(np.ones(N_ROWS))},
-        "not BlockWeightedSampling: use one of these, or locality='global'",
-    ),
-    "classes": (
-        {"locality": "machine", "local_world_size": 2, "sampling": zl.ClassBalancedSampling("cell_type")},
-        "not weighted sampling: use one of these, or locality='global'",
-    ),
-    "mixture": (
-        {"locality": "machine", "local_world_size": 2, "sampling": zl.Mixture({"a": ("passed", 1)}, block_size=3)},
-        "not Mixture: use one of these, or locality='global'",
-    ),
-    "one's own": ({"locality": "machine", "local_world_size": 2, "sampling": Backwards()}, "not Backwards: use one of"),
+    "text world": ({"world_size": "4"}, "world_size must be .* not '4'"),
+    "text rank": ({"rank": "1"}, "rank must be .* not '1'"),
+    "beyond": ({"rank": 4}, "rank 4 does not exist"),
+    "alone": ({"rank": None}, "give rank and world_size together"),
 }
 
 
@@ -228,7 +191,6 @@ _RUNS = {
     "2": (2, 0, {}),
     "3": (3, 0, {}),
     "2 with workers": (2, 2, {"drop_last": True}),
-    "3 machines": (3, 0, {"locality": "machine", "local_world_size": 1}),
 }
 
 

@@ -315,7 +315,7 @@ def test_a_state_of_another_mixture_is_refused(dataset):
 
 
 BROKEN = {
-    "another version": ({"version": 1}, "of version 1, but this zloader reads version 2"),
+    "another version": ({"version": 2}, "of version 2, but this zloader reads version 3"),
     "too far": ({"stretches": [[1, 17]]}, "after 17 minibatches of each of 1 ranks, but there are only 16"),
     "too far before": ({"stretches": [[2, 9], [1, 1]]}, "after 9 minibatches of each of 2 ranks, but there are only 8"),
     "no numbers": ({"stretches": [["a", 1]]}, "damaged"),

@@ -26,7 +26,7 @@ from zloader.dataset.gene_axis import without_functions
 from zloader.dataset.matrices import Matrices, Panel
 from zloader.dataset.obs import Observations
 from zloader.dataset.opening import open_all
-from zloader.dataset.splits import Names, Shares, listed, parts_of_rows
+from zloader.dataset.splits import BLOCK_ROWS, Names, Shares, dealt_in_blocks, listed, parts_of_rows
 from zloader.dataset.table import Table
 from zloader.dataset.views import Condition, RowSet, moved, rows_matching
 from zloader.order.sampling import Sampling
@@ -334,19 +334,21 @@ class Dataset(Table):
     @overload
     def split(
         self,
-        parts: Sequence[float],
+        parts: Sequence[float] | int,
         *,
         by: Names | None = None,
         stratify: Names | None = None,
+        block_size: int | None = None,
         seed: int = 0,
     ) -> list[View]: ...
 
     def split(
         self,
-        parts: Shares,
+        parts: Shares | int,
         *,
         by: Names | None = None,
         stratify: Names | None = None,
+        block_size: int | None = None,
         seed: int = 0,
     ) -> list[View] | dict[str, View]:
         """Random, disjoint views: a list of them, or a dict if `parts` is a dict.
@@ -358,7 +360,12 @@ class Dataset(Table):
         >>> views["test"].obs()["cell_type"].value_counts().to_dict()
         {'B': 50, 'T': 50}
 
-        - `parts`: either fractions of the rows or numbers of rows, one per view. They need not add up to all rows.
+        - `parts`: either fractions of the rows or numbers of rows, one per view. They need not add up to all rows. A
+          whole number n gives n views of equally many rows for n machines, in blocks of neighbours from all over the
+          rows. Each machine then reads its part of the store only: `dataset.split(8)[machine]`. Fewer than n rows are
+          left out.
+        - `block_size`: the rows of a block, if `parts` is a whole number; fewer if a part would have less than 64
+          blocks. Default: 512.
         - `by`: an obs column of labels, whole numbers, booleans or dates, such as the donor, or a list of columns. All
           rows with the same label go to the same view. Rows without a label count as one more label. No view that
           should have rows is empty.
@@ -369,8 +376,17 @@ class Dataset(Table):
         Raises OptionError for unusable parts, for fewer labels than views, or if both `by` and `stratify` are given;
         MissingColumnError for an unknown obs column.
         """
-        part_of_row = parts_of_rows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
-        views = [self._view(RowSet.of(part_of_row == number)) for number in range(len(listed(parts)))]
+        if isinstance(parts, int | np.integer):
+            if by is not None or stratify is not None:
+                raise OptionError(f"{parts} equal parts are of blocks: leave by and stratify out, or give fractions")
+            n_parts, size = int(parts), BLOCK_ROWS if block_size is None else block_size
+            part_of_row = dealt_in_blocks(n_parts, self.n_obs, block_size=size, seed=seed)
+        elif block_size is not None:
+            raise OptionError("block_size goes with a number of parts, as in split(8, block_size=512)")
+        else:
+            n_parts = len(listed(parts))
+            part_of_row = parts_of_rows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
+        views = [self._view(RowSet.of(part_of_row == number)) for number in range(n_parts)]
         return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
 
     def _view(self, rows: RowSet) -> View:

@@ -1,4 +1,4 @@
-"""Splitting rows into parts: by fractions or sizes, by whole labels, or stratified by label. Pure.
+"""Splitting rows into parts: by fractions or sizes, by whole labels, stratified by label, or in blocks. Pure.
 
 A keyed permutation takes the place of random numbers, so a seed gives the same split on every machine. The cost per row
 is constant. Arrays over all rows have a byte or two per row, and wider numbers are made window by window.
@@ -14,16 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common import page_cache
-from zloader.common.checks import is_number, one_or_more
+from zloader.common.checks import is_number, one_or_more, require_count
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, windows_of
-from zloader.order.permutation import key_of, permute
+from zloader.order.permutation import key_of, permute, words_at
 from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask
 from zloader.selecting.groups import by_value, count_codes, groups_of
 
 Names = str | Sequence[str]
 Shares = Sequence[float] | Mapping[str, float]
+BLOCK_ROWS = 512  # the chunks at the ends of a block are read by two machines, a few percent of 512 rows
+# Blocks per part. Minibatches of rows sorted by 14 labels have 0.005 bits less than in the order of all rows with 64
+# blocks, and 0.03 less with 32.
+_BLOCKS, _LEAST_BLOCK = 64, 64
 _TRIES = 20_000  # attempts at an exchange between two parts; takes well below a second
 _ROUNDING = 1e-6  # tolerance for fractions that should add up to 1, such as float32 values
 
@@ -38,8 +42,7 @@ def parts_of_rows(
     if by is not None and stratify is not None:
         raise OptionError("give either by or stratify, not both: whole groups cannot keep the proportions of labels")
     by_columns, strata = _names(by=by), _names(stratify=stratify)
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise OptionError(f"seed must be a whole number of at least 0, not {seed!r}")
+    _require_seed(seed)
     sizes = _sizes(listed(shares), n_rows)
     if not by_columns and not strata:
         return _spread(np.zeros(n_rows, np.uint8), np.array([n_rows]), sizes, seed)
@@ -52,12 +55,37 @@ def parts_of_rows(
     return _looked_up(_parts_of_groups(counts, sizes, key_of(seed)), codes)
 
 
+def dealt_in_blocks(n_parts: int, n_rows: int, *, block_size: int, seed: int) -> NDArray[np.integer]:
+    """The number of the part of each row, in equal parts. Rows left over get the last number plus one.
+
+    The rows are cut into strata, and each stratum into a block for each part. At random, every stratum deals its blocks
+    to the parts. Raises OptionError.
+    """
+    require_count(parts=n_parts, block_size=block_size)
+    _require_seed(seed)
+    if n_rows < n_parts:
+        raise OptionError(f"{n_rows} rows cannot be divided into {n_parts} parts: give fewer parts")
+    part_rows = n_rows // n_parts
+    n_strata = max(1, part_rows // min(block_size, max(part_rows // _BLOCKS, _LEAST_BLOCK)))
+    sizes = np.diff(part_rows * np.arange(n_strata + 1) // n_strata)
+    words = words_at(key_of(seed, n_parts, n_strata), np.arange(n_strata * n_parts, dtype=np.uint64))
+    dealt = np.argsort(words.reshape(n_strata, n_parts), axis=1, kind="stable").astype(np.min_scalar_type(n_parts))
+    found = np.full(n_rows, n_parts, dealt.dtype)
+    found[: part_rows * n_parts] = np.repeat(dealt.reshape(-1), np.repeat(sizes, n_parts))
+    return found
+
+
 def listed(shares: Shares) -> list[float]:
     """The shares as a list. Raises OptionError for anything but a list or a mapping."""
     try:
         return list(shares.values() if isinstance(shares, Mapping) else shares)
     except TypeError as error:
         raise OptionError(f"give the parts as a list such as [0.9, 0.1], or a dict by name, not {shares!r}") from error
+
+
+def _require_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise OptionError(f"seed must be a whole number of at least 0, not {seed!r}")
 
 
 def _sizes(shares: Sequence[float], n_rows: int) -> Rows:

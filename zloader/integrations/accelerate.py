@@ -15,7 +15,7 @@ from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.dataset.dataset import Dataset
 from zloader.order.plan import Plan
-from zloader.order.ranks import placement_of
+from zloader.order.ranks import own_rank
 from zloader.order.resume import resumed
 from zloader.training.devices import copied
 from zloader.training.loader import Loader, Minibatch
@@ -160,7 +160,7 @@ def _require_same_ranks(accelerator: Accelerator, loader: Loader) -> None:
             "(tensor, context or sequence parallelism), which need the same rows: iterate over "
             "zl.Loader(rank=..., world_size=...) with the number of the copy, and move minibatches to the device"
         )
-    place = placement_of(loader.rank, loader.world_size, "global", None)
+    place = own_rank(loader.rank, loader.world_size)
     index, processes = accelerator.process_index, accelerator.num_processes
     if (place.rank, place.world_size) != (index, processes):
         raise OptionError(

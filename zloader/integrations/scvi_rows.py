@@ -24,7 +24,7 @@ from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
 _TRAINING_ONLY = ("sampling", "drop_last", "processes")  # options of the Loader of shuffled rows
-_OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_world_size", "options")
+_OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "options")
 _DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
 
 

@@ -11,9 +11,6 @@ yields the same number of minibatches:
 - `drop_last=True` drops fewer than `world_size * batch_size` rows. They are the last rows of the order, so each
   shuffled epoch drops different rows.
 
-With several `machines`, each of them has a stretch of the order of its own (parts.py), from which its ranks get their
-fetches. All else is as with one. So all ranks of all machines yield the same number of minibatches.
-
 A resumed run skips the minibatches that each rank has received (`Plan.fetches`). If the number of ranks has changed,
 the rows not yet received form an order of their own (`Unseen`), which is dealt to the new ranks like any other order.
 
@@ -25,7 +22,7 @@ Planning a fetch costs time and memory in proportion to its rows, however many r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -36,7 +33,6 @@ from zloader.common.checks import require_count, require_flag
 from zloader.common.errors import OptionError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
-from zloader.order.parts import DealtParts, stretch_of
 from zloader.order.permutation import key_of, shuffled
 from zloader.order.sampling import Sampling, Unseen, fitted, require_rows
 
@@ -109,19 +105,18 @@ class Plan:
     epoch: int = 0
     rank: int = 0
     world_size: int = 1
-    machines: int = 1
     drop_last: bool = False
     companions: AddsRows | None = None
 
     def __post_init__(self) -> None:
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
-        require_count(world_size=self.world_size, machines=self.machines)
+        require_count(world_size=self.world_size)
         for name in ("seed", "epoch", "rank"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
                 raise OptionError(f"{name} must be a whole number of at least 0, not {value!r}")
         # NumPy integers overflow; Python integers do not.
-        sizes = ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size", "machines")
+        sizes = ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size")
         for name in sizes:
             object.__setattr__(self, name, int(getattr(self, name)))
         sampling = fitted(self.sampling, fetch_rows=self.fetch_rows, batch_size=self.batch_size)
@@ -130,8 +125,6 @@ class Plan:
             raise OptionError(
                 f"rank {self.rank} does not exist in a world of {self.world_size}: ranks are numbered from 0"
             )
-        if self.world_size % self.machines:
-            raise OptionError(f"{self.world_size} ranks cannot be divided evenly among {self.machines} machines")
         block_size = self.sampling.block_size
         require_count(block_size=block_size)
         if block_size > self.fetch_rows:
@@ -155,12 +148,9 @@ class Plan:
 
     @property
     def swept_rows(self) -> int:
-        """The rows, one after another, that the machine of this rank reads completely in an epoch; 0 if unknown."""
-        if self.n_rows != self.dataset_rows or self.sampling.repeats:
-            return 0
-        if isinstance(self.sampling, DealtParts):
-            return self.sampling.region_rows
-        return self.dataset_rows if self.world_size == 1 else 0
+        """The rows, one after another, that this rank reads completely in an epoch; 0 if unknown."""
+        alone = self.world_size == 1 and self.n_rows == self.dataset_rows and not self.sampling.repeats
+        return self.dataset_rows if alone else 0
 
     @cached_property
     def n_rows(self) -> int:
@@ -242,25 +232,14 @@ class Plan:
         """Minibatches in a fetch."""
         return self._first_minibatch(number + 1) - self._first_minibatch(number)
 
-    @property
-    def _place(self) -> tuple[int, int]:
-        """The number of this rank's machine, and of the rank on it."""
-        return divmod(self.rank, self.world_size // self.machines)
-
-    @property
-    def _stretch(self) -> slice:
-        """The positions in the order of the epoch that belong to this rank's machine: all, if there is one."""
-        return stretch_of(self.n_rows, self._place[0], self.machines)
-
     def _span(self, number: int) -> tuple[int, int]:
-        """Positions `[start, stop)` of a fetch within the stretch of the machine."""
-        start, (machine, local) = self._first_minibatch(number) * self._round_units, self._place
-        share, extra = self._size(number) * self._minibatch_units, 0
+        """Positions `[start, stop)` of a fetch in the order of the epoch."""
+        start, extra = self._first_minibatch(number) * self._round_units, 0
+        share = self._size(number) * self._minibatch_units
         if number == self.n_fetches - 1 and not self._all_full:
             share, extra = divmod(self._n_units - start, self.world_size)
-        longer = -(-max(0, extra - machine) // self.machines)  # ranks of this machine with one of the extra units
-        start = start // self.machines + local * share + min(local, longer)
-        return start * self._unit, (start + share + (local < longer)) * self._unit
+        start += self.rank * share + min(self.rank, extra)
+        return start * self._unit, (start + share + (self.rank < extra)) * self._unit
 
     def _cuts(self, number: int) -> NDArray[np.int64]:
         """The cuts of a fetch into minibatches. Every rank gets the same number of minibatches."""
@@ -278,10 +257,7 @@ class Plan:
         return shuffled(n_rows, key_of(self.seed, self.epoch, number * self.world_size + self.rank))
 
     def _rows(self, start: int, stop: int) -> Rows:
-        """The rows at positions `[start, stop)` of the stretch."""
-        first = self._stretch.start
-        assert first + stop <= self._stretch.stop, "a fetch lies beyond the rows of its machine"
-        start, stop = first + start, first + stop
+        """The rows at positions `[start, stop)` in the order of the epoch."""
         rows = self.sampling.rows(start, stop, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch)
         return require_rows(rows, self.sampling, start, stop, self.dataset_rows)
 
@@ -334,20 +310,13 @@ class Plan:
     def unseen(self, done: int) -> Unseen:
         """The rows that no rank has received after the first `done` minibatches of each rank."""
         number, received = self._fetch_of(done)
-        local = self.world_size // self.machines
         ranks = [replace(self, rank=rank) for rank in range(self.world_size)]
-        pieces = [_left(ranks[first : first + local], number, received) for first in range(0, len(ranks), local)]
-        return Unseen(sampling=self.sampling, pieces=tuple(pieces))
-
-
-def _left(ranks: Sequence[Plan], number: int, received: int) -> tuple[Rows, int, int]:
-    """What the ranks of a machine have not received after `received` minibatches of a fetch: a piece of Unseen."""
-    one, stretch = ranks[0], ranks[0]._stretch
-    begin = min(one._span(number)[0], stretch.stop - stretch.start)
-    if not received:
-        return np.empty(0, np.int64), stretch.start + begin, stretch.stop
-    left = []
-    for rank in ranks:
-        start, stop = rank._span(number)
-        left.append(np.sort(start + rank._order(number, stop - start)[rank._cuts(number)[received] :]))
-    return one._rows(begin, stop)[np.concatenate(left) - begin], stretch.start + stop, stretch.stop
+        begin = min(ranks[0]._span(number)[0], self.n_rows)
+        if not received:
+            return Unseen(sampling=self.sampling, first=np.empty(0, np.int64), begin=begin, end=self.n_rows)
+        left = []
+        for rank in ranks:
+            start, stop = rank._span(number)
+            left.append(np.sort(start + rank._order(number, stop - start)[rank._cuts(number)[received] :]))
+        first = self._rows(begin, stop)[np.concatenate(left) - begin]
+        return Unseen(sampling=self.sampling, first=first, begin=stop, end=self.n_rows)

@@ -3,8 +3,7 @@
 In lock-step training all ranks have received the same number of minibatches. One number therefore describes all ranks,
 and it is enough to save the state of one rank. With the same number of ranks, each rank continues where it was, bit for
 bit. With another number of ranks, the rows of the epoch that no rank has received are dealt to the new ranks. The state
-then has one stretch per number of ranks: the world size, and the minibatches received by each rank. The number of
-machines follows if they have parts of the rows.
+then has one stretch per number of ranks: the world size, and the minibatches received by each rank.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling
 
-VERSION = 2  # changes whenever the same position would stand for other rows
+VERSION = 3  # changes whenever the same position would stand for other rows
 MAX_STRETCHES = 16  # per epoch
 _NUMBERS = ("epoch", "stretches", "worker", "of_workers", "of_ranks", "worker_minibatches")
 
@@ -86,7 +85,7 @@ def resumed(plan: Plan, stretches: Iterable[Sequence[int]]) -> tuple[Plan, int]:
     `stretches` are those of a Position or of a state. Reads nothing. If the number of ranks has changed, it takes the
     memory of one fetch per former rank. Raises OptionError if the stretches do not fit the epoch.
     """
-    before, done = _split([Stretch(*each[:2]) for each in stretches], plan.world_size)
+    before, done = _split([Stretch(*each) for each in stretches], plan.world_size)
     for world_size, minibatches in before:
         then = replace(plan, rank=0, world_size=world_size)
         _require_position(then, minibatches)
@@ -105,8 +104,7 @@ def _require_position(plan: Plan, done: int) -> None:
 
 def as_state(position: Position, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The result of `state_dict`: numbers, strings, and lists of these."""
-    of = [identity["parts"]] if identity.get("parts", 1) > 1 else []
-    stretches = [[*stretch, *of] for stretch in position.stretches]
+    stretches = [list(stretch) for stretch in position.stretches]
     return {"version": VERSION, **dataclasses.asdict(position), "stretches": stretches, **identity}
 
 
@@ -119,8 +117,6 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
             f"the state is of version {state['version']!r}, but this zloader reads version {VERSION}: resume with the "
             "zloader that saved it, or restart the epoch with set_epoch"
         )
-    if _is_same(state.get("remainder"), "drop"):  # what "keep" was called
-        state = {**state, "remainder": "keep"}
     missing = [name for name in (*_NUMBERS, *identity) if name not in state]
     if missing:
         raise OptionError(f"the state has no {missing[0]!r}, so it is damaged: restart the epoch with set_epoch")
@@ -133,21 +129,13 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
             "epoch with set_epoch"
         )
     try:
-        stretches = tuple(_stretch(identity.get("parts", 1), *map(_whole, each)) for each in state["stretches"])
+        stretches = tuple(Stretch(*map(_whole, each)) for each in state["stretches"])
         numbers = {name: _whole(state[name]) for name in _NUMBERS if name != "stretches"}
     except (TypeError, ValueError) as error:
         raise OptionError(f"the state is damaged: {error}") from error
     if len(stretches) > MAX_STRETCHES:
         raise OptionError(f"the state is damaged: {state!r:.300}")
     return Position(stretches=stretches, **numbers)
-
-
-def _stretch(parts: int, world_size: int, minibatches: int, machines: int = 1) -> Stretch:
-    if machines != parts:
-        raise ValueError(f"it is of {machines} machines with parts of the rows, and there are {parts}")
-    if world_size % parts:
-        raise ValueError(f"{parts} machines cannot have the same number of {world_size} ranks")
-    return Stretch(world_size, minibatches)
 
 
 def _whole(number: Any) -> int:

@@ -183,29 +183,23 @@ def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: i
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unseen(WrappedSampling):
-    """The rest of an epoch as a sampling: a piece for each machine, one after another.
+    """The rest of an epoch as a sampling: the rows `first`, and then those of `sampling` at positions `[begin, end)`.
 
-    A piece is some rows, and then the order of `sampling` at positions `[begin, end)`. It is valid only for the seed
-    and the epoch from which the rows were computed.
+    It is valid only for the seed and the epoch from which the rows were computed.
     """
 
-    pieces: Sequence[tuple[Rows, int, int]]
+    first: Rows
+    begin: int
+    end: int
 
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows left in the epoch."""
-        return sum(len(first) + end - begin for first, begin, end in self.pieces)
+        return len(self.first) + self.end - self.begin
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows (int64) at positions `[start, stop)` in the rest of the epoch."""
-        found = []
-        for first, begin, end in self.pieces:
-            size = len(first) + end - begin
-            low, high = max(start, 0), min(stop, size)  # positions within this piece
-            if low < high:
-                found.append(first[low:high])
-                low, high = max(low - len(first), 0), high - len(first)
-                if low < high:
-                    of = {"dataset_rows": dataset_rows, "seed": seed, "epoch": epoch}
-                    found.append(self.sampling.rows(begin + low, begin + high, **of))
-            start, stop = start - size, stop - size
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        found, later = self.first[start:stop], self.begin - len(self.first)  # how much later `sampling` has a position
+        if stop + later <= self.begin:
+            return found
+        of = {"dataset_rows": dataset_rows, "seed": seed, "epoch": epoch}
+        return np.concatenate([found, self.sampling.rows(max(self.begin, start + later), stop + later, **of)])

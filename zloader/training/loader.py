@@ -24,7 +24,7 @@ from zloader.order.cell_sets import BoundCellSets, SetCounts
 from zloader.order.controls import MatchedControls
 from zloader.order.neighbors import Neighbors
 from zloader.order.plan import Plan
-from zloader.order.ranks import Locality, RankPlacement, placement_of
+from zloader.order.ranks import Rank, own_rank
 from zloader.order.resume import Position, as_state, described, position_of, resumed
 from zloader.order.sampling import Sampling, fitted
 from zloader.order.shuffling import sampling_of
@@ -120,9 +120,6 @@ class Loader(_Dataset):
         drop_last: whether to drop minibatches with fewer than `batch_size` rows.
         rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
             if it is initialised, else from RANK and WORLD_SIZE in the environment, else 0 and 1.
-        locality: `"global"`, or `"machine"` to give the ranks of each machine the same part of the rows in every epoch,
-            which its mirror then holds, and its minibatches mix. A part has regions from all over the dataset.
-        local_world_size: ranks per machine, for `locality="machine"`. Default: LOCAL_WORLD_SIZE, else 1.
         processes: how many processes of their own read, decode, gather and transform, so that the training process only
             takes what is finished. Minibatches and their order are the same, bit for bit. Default: 0, which is best
             unless there are many cores, or a training step is many small operations.
@@ -154,8 +151,6 @@ class Loader(_Dataset):
     drop_last: bool = False
     rank: int | None = None
     world_size: int | None = None
-    locality: Locality = "global"
-    local_world_size: int | None = None
     processes: int = 0
     options: FetchOptions = field(default_factory=FetchOptions)
 
@@ -192,7 +187,7 @@ class Loader(_Dataset):
         made = self.recipes
         self.x, self.obs, self.obsm, self.dtype, self.device = made.x, made.obs, made.obsm, made.dtype, made.device
         self._progress = Progress(in_workers=self.framework == "torch")
-        self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
+        self._pickled_rank: Rank | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch
         self._engines: EngineEpochs | None = None  # so are these
         self.plan(0)
@@ -231,28 +226,27 @@ class Loader(_Dataset):
 
     def plan(self, epoch: int) -> Plan:
         """The plan of a whole epoch for this rank. Raises OptionError for sizes that cannot work together."""
-        place = self._placement()
+        rank, world_size = self._rank()
         return Plan(
             dataset_rows=self.dataset.whole.n_obs,
-            sampling=self.dataset.sampled(place.keep_to_parts(self._sampling, self.dataset.n_obs)),
+            sampling=self.dataset.sampled(self._sampling),
             batch_size=self.batch_size,
             fetch_factor=self.fetch_factor,
             seed=self.seed,
             epoch=epoch,
-            rank=place.rank,
-            world_size=place.world_size,
-            machines=place.machines,
+            rank=rank,
+            world_size=world_size,
             drop_last=self.drop_last,
             companions=self._companions,
         )
 
-    def _placement(self) -> RankPlacement:
-        if self._pickled_placement is not None and worker_info() is not None:
-            return self._pickled_placement  # torch.distributed is initialised in the rank, not in its workers
-        return placement_of(self.rank, self.world_size, self.locality, self.local_world_size)
+    def _rank(self) -> Rank:
+        if self._pickled_rank is not None and worker_info() is not None:
+            return self._pickled_rank  # torch.distributed is initialised in the rank, not in its workers
+        return own_rank(self.rank, self.world_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pickled_placement": self._placement(), "_engines": None}
+        return self.__dict__ | {"_pickled_rank": self._rank(), "_engines": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -305,7 +299,6 @@ class Loader(_Dataset):
     @cached_property
     def _identity(self) -> dict[str, Any]:
         """The entries of a state that must equal those of the loader it is loaded into."""
-        place = self._placement()
         return {
             "fingerprint": self.dataset.fingerprint,
             "rows": int(self.dataset.n_obs),
@@ -315,9 +308,6 @@ class Loader(_Dataset):
             "batch_size": int(self.batch_size),
             "fetch_factor": int(self.fetch_factor),
             "drop_last": bool(self.drop_last),
-            "remainder": "keep",  # as states of version 2 have it, and "redeal" below
-            "locality": self.locality,
-            **({"machines": 1} if self.locality == "global" else {"parts": place.machines, "redeal": 0.0}),
         }
 
     def __len__(self) -> int:
