@@ -133,7 +133,7 @@ def test_what_is_left_costs_what_a_fetch_costs():
     plan = Plan(dataset_rows=10**12, sampling=zl.BlockShuffling(64), batch_size=64, fetch_factor=4, world_size=8)
     now, _ = resumed(dataclasses.replace(plan, world_size=3), [(8, 10**6 + 1)])
     assert now.n_rows == 10**12 - 8 * 64 * (10**6 + 1)
-    assert len(now.sampling.pieces[0][0]) == 8 * 64 * 3
+    assert len(now.sampling.first) == 8 * 64 * 3
     assert len(now.fetch(10**6).rows) == 256
 
 
@@ -276,15 +276,6 @@ def test_a_state_of_another_run_is_refused(dataset, options, says):
     state = taken(zl.Loader(dataset, x=None, **SIZES), 3)
     with pytest.raises(OptionError, match=says):
         zl.Loader(dataset, x=None, **(SIZES | options)).load_state_dict(state)
-
-
-def test_a_state_from_when_keep_was_called_drop_goes_on(dataset):
-    loader = zl.Loader(dataset, x=None, **SIZES)
-    state = taken(loader, 3) | {"remainder": "drop"}
-    loader.load_state_dict(state)
-    assert rows_of(loader) == rows_of(zl.Loader(dataset, x=None, **SIZES))[3 * SIZES["batch_size"] :]
-    with pytest.raises(OptionError, match="remainder was 'pad', is 'keep'"):
-        loader.load_state_dict(state | {"remainder": "pad"})
 
 
 def test_a_state_of_other_weights_or_rows_is_refused(dataset, tmp_path):

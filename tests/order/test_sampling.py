@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
 from zloader.dataset.views import RowSet, Within
-from zloader.order.parts import DealtParts
 from zloader.order.permutation import key_of, permute, shuffled, strata_of
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling, Unseen, WrappedSampling
@@ -461,8 +460,7 @@ class PairsWithGaps(Streaming):
 
 
 WRAPPERS = {  # and how they number rows
-    Unseen: (lambda sampling: Unseen(sampling=sampling, pieces=[(np.empty(0, np.int64), 0, 50)]), 0),
-    DealtParts: (lambda sampling: DealtParts(sampling=sampling, n_obs=100, machines=1), 0),
+    Unseen: (lambda sampling: Unseen(sampling=sampling, first=np.empty(0, np.int64), begin=0, end=50), 0),
     Within: (lambda sampling: Within(sampling, RowSet.of(np.arange(100) >= 30)), 30),
 }
 
@@ -482,7 +480,7 @@ def test_a_wrapper_has_every_member_of_the_sampling_that_it_wraps(kind):
     assert adapted.sampling.sizes == (8, 4)
     assert adapted.sized(8).batched(4) is adapted
     plan = Plan(dataset_rows=100, sampling=wrapper, batch_size=4, fetch_factor=2)
-    assert plan.n_rows == wrapped.n_rows({Unseen: 100, DealtParts: 100, Within: 70}[kind])
+    assert plan.n_rows == wrapped.n_rows({Unseen: 100, Within: 70}[kind])
     rows = np.array([0, 4, 5]) + shift
     np.testing.assert_array_equal(np.sort(np.unique(plan.fetch(0).rows)), rows)
     assert plan.fetch(0).sets[:3].tolist() == [0, 1, 1]

@@ -265,4 +265,4 @@ def rank_of(trainer: Any) -> dict[str, int]:
     if trainer is None:
         return {}
     place = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-    return {"rank": place["rank"], "world_size": place["num_replicas"], "local_world_size": trainer.num_devices}
+    return {"rank": place["rank"], "world_size": place["num_replicas"]}

@@ -229,7 +229,7 @@ def warn_unless_counts(dataset: Dataset, x: str) -> None:
             return
 
 
-ALONE = {"rank": 0, "world_size": 1, "local_world_size": 1}  # options of a Loader for all rows in one process
+ALONE = {"rank": 0, "world_size": 1}  # options of a Loader for all rows in one process
 
 
 class TrainingBatches:
