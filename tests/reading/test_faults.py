@@ -33,7 +33,7 @@ from zloader.common.errors import (
     TruncatedObjectError,
 )
 from zloader.reading import object_source, retry
-from zloader.reading.retry import classify_failure
+from zloader.reading.tensorstore_reader import classify_failure
 
 pytestmark = pytest.mark.any_version
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zloader.common.errors import AccessDeniedError, ReadError, TruncatedObjectError
-from zloader.reading.retry import classify_failure
+from zloader.reading.tensorstore_reader import classify_failure
 
 pytestmark = pytest.mark.any_version
 

@@ -9,37 +9,98 @@ at the deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import random
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from zloader.access.location import Location
 from zloader.access.scheme import ReadRange, is_denial, status_of, wait_s
 from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
-from zloader.common.errors import DeadlineError, StoreChangedError, TruncatedObjectError
+from zloader.common.errors import (
+    AccessDeniedError,
+    DeadlineError,
+    MissingObjectError,
+    ReadError,
+    StoreChangedError,
+    StoreError,
+    TruncatedObjectError,
+)
 from zloader.common.locks import cached_property
 from zloader.common.messages import reason_of
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
-from zloader.reading.retry import (
-    MISSING,
-    OTHER_TAG,
-    RANGE_IGNORED,
-    Answer,
-    ReadFailure,
-    denied,
-    pause_s,
-    settled,
-    truncated,
-)
 
 _log = logging.getLogger("zloader")
 _PASSING = (408, 425, 429)  # statuses below 500 that pass
 _WARN_S = 5.0  # a read retried for longer than this logs a warning, at most one warning per such interval
+_SHORT_ATTEMPTS = 3  # this many answers of the wrong length cannot be due to the connection
+
+
+class Answer(NamedTuple):
+    """What a server answered: the bytes, maybe too few, and a tag that ends with the object's ETag or version."""
+
+    tag: bytes
+    stored: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadFailure:
+    """One failed attempt to read a span.
+
+    `answer` is the server's answer or the connection's error. `error` is the exception to raise once no retry is left;
+    its message includes `verdict` and `advice`. `attempts` limits the attempts (None: the options' `retries` do).
+    `wait_s` is how long the server asks to wait.
+    """
+
+    answer: str
+    error: type[StoreError] = ReadError
+    verdict: str = "failed"
+    advice: str = (
+        "Is the server overloaded, down or unreachable? To retry longer, set FetchOptions(retries=, deadline_s=)"
+    )
+    attempts: int | None = None
+    wait_s: float = 0.0
+
+
+MISSING = ReadFailure(
+    answer="the object does not exist",
+    error=MissingObjectError,
+    advice="Was the store changed or deleted?",
+    attempts=1,
+)
+
+
+def truncated(answer: str) -> ReadFailure:
+    """The failure of a read that returned fewer bytes than requested."""
+    return ReadFailure(
+        answer=answer,
+        error=TruncatedObjectError,
+        advice="The object is truncated. Restore it or convert the store again",
+        attempts=_SHORT_ATTEMPTS,
+    )
+
+
+def denied(answer: str, advice: str) -> ReadFailure:
+    """The failure of a read that the server did not permit; `advice` says what to check."""
+    return ReadFailure(
+        answer=answer,
+        error=AccessDeniedError,
+        verdict="was denied",
+        advice=f"Check {advice}, and whether they have expired",
+        attempts=1,
+    )
+
+
+OTHER_TAG = ReadFailure(answer="412: the object does not have the tag that was listed")
+RANGE_IGNORED = ReadFailure(
+    answer="the range was ignored by the server", advice="Does a proxy drop the Range header?", attempts=_SHORT_ATTEMPTS
+)
 
 
 class RangeReader(Protocol):
@@ -270,3 +331,39 @@ def _reader(location: Location, objects: Mapping[str, StoredObject]) -> RangeRea
     from zloader.reading.tensorstore_reader import TensorStoreReader
 
     return TensorStoreReader(location)
+
+
+# ---- waiting
+
+
+def pause_s(failures: int, jitter: float) -> float:
+    """Seconds to wait after `failures` failures: 0.1 s doubling to 4 s, plus or minus a quarter by `jitter` (0 to 1).
+
+    The first 16 pauses take 46 s in total, plus or minus 5 s: enough to outlast half a minute of SlowDown.
+    """
+    return float(min(4.0, 0.1 * 2 ** min(failures - 1, 10)) * (0.75 + jitter / 2))
+
+
+async def settled(reads: Sequence[Any]) -> None:
+    """Waits until all reads are done, or one has failed.
+
+    Uses callbacks instead of `await read`, with which TensorStore prints an error to stderr if a cancelled read ends
+    after the loop is closed.
+    """
+    loop = asyncio.get_running_loop()
+    settled = loop.create_future()
+    counter = itertools.count(1)  # next() is atomic; reads may finish on any thread
+
+    def settle() -> None:
+        if not settled.done():
+            settled.set_result(None)
+
+    def on_done(read: Any) -> None:
+        if next(counter) == len(reads) or read.cancelled() or read.exception() is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the epoch has ended and nothing is waiting
+                loop.call_soon_threadsafe(settle)
+
+    for read in reads:
+        read.add_done_callback(on_done)
+    if reads:
+        await settled

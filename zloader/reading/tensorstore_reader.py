@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import tempfile
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,16 @@ from zloader.access.scheme import claim_process
 from zloader.common.errors import StoreError
 from zloader.common.file_systems import close_with
 from zloader.common.records import Span
-from zloader.reading.retry import MISSING, Answer, ReadFailure, classify_failure
+from zloader.reading.object_source import MISSING, RANGE_IGNORED, Answer, ReadFailure, denied, truncated
+
+# TensorStore's statuses for transient failures: 5xx, 429, S3's SlowDown, RequestTimeout and similar, and connection
+# errors. It reports them as ABORTED once its own retries are used up, which is at once, since it is told not to retry.
+_TRANSIENT = {"ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+# S3 rejects invalid credentials with 403, and expired ones with 400 and one of these codes.
+_DENIED = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired")
+_PREFIX = re.compile(r"([A-Z_]+: )?(All \d+ retry attempts failed: )?")
+_DETAILS = re.compile(r" \[(HTTP code|[\w-]+=)")
+_CODE = re.compile(r"\[(?:http_response_code='|HTTP code )(\d+)")
 
 
 class TensorStoreReader:
@@ -90,9 +101,25 @@ def _s3(bucket: str, prefix: str, access: S3Access, credentials: Credentials) ->
     return spec | {
         # The fetch bounds the bytes in flight. This limit only has to be high enough not to interfere.
         "s3_request_concurrency": {"limit": 256},
-        # retry.py retries, within a deadline. TensorStore's own retries would go on for 15 minutes.
+        # object_source.py retries, within a deadline. TensorStore's own retries would go on for 15 minutes.
         "s3_request_retries": {"max_retries": 0},
     }
+
+
+def classify_failure(message: str, advice: str) -> ReadFailure:
+    """The ReadFailure for the message of a TensorStore error; `advice` is what to check if access is denied."""
+    status, code = message.partition(":")[0], _CODE.search(message)
+    reason = " ".join(_DETAILS.split(_PREFIX.sub("", message, count=1))[0].split())[:300]
+    answer = f"{code[1]} {reason}" if code else reason
+    if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") or _DENIED.search(reason):
+        return denied(answer, advice)
+    if status in _TRANSIENT:
+        return ReadFailure(answer=answer)
+    if status == "OUT_OF_RANGE":
+        return truncated(answer)
+    if "was ignored by server" in reason:
+        return replace(RANGE_IGNORED, answer=answer)
+    return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
 
 
 class Credentials:
