@@ -32,7 +32,7 @@ from zloader.common.errors import (
     StoreError,
     TruncatedObjectError,
 )
-from zloader.reading import object_source, retry
+from zloader.reading import object_source
 from zloader.reading.tensorstore_reader import classify_failure
 
 pytestmark = pytest.mark.any_version
@@ -412,13 +412,13 @@ def test_what_an_answer_amounts_to(failure, wanted):
 
 @given(st.integers(1, 1000), st.floats(0, 1))
 def test_pauses(failures, chance):
-    assert 0.07 < retry.pause_s(failures, chance) <= 5.0
+    assert 0.07 < object_source.pause_s(failures, chance) <= 5.0
 
 
 @pytest.mark.parametrize("chance", [0.0, 1.0])
 def test_the_pauses_of_all_retries_outlast_a_storm_of_30_s_and_end_before_the_deadline(chance):
     options = zl.FetchOptions()
-    total = sum(retry.pause_s(failures, chance) for failures in range(1, options.retries + 1))
+    total = sum(object_source.pause_s(failures, chance) for failures in range(1, options.retries + 1))
     assert 30 < total < options.deadline_s
 
 

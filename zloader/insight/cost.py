@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.checks import one_or_more
 from zloader.common.options import FetchOptions
-from zloader.common.records import Rows, Span
+from zloader.common.records import Rows
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.store import OpenedStore
 from zloader.order.plan import Plan
@@ -190,11 +190,8 @@ def read_indexes(
     """The index of each shard of some chunks: the offset and size of its chunks. Raises the errors of ShardIndexes."""
     source, indexes = store.source(options), ShardIndexes(array, store.object_sizes(), store.location.url)
 
-    async def read(spans: Sequence[Span], _: int) -> Sequence[bytes]:
-        return await source.read(spans)
-
     async def produce(put: Channel[dict[int, ObjectIndex]]) -> None:
-        await put([await indexes.of(chunks, read)], 0)
+        await put([await indexes.of(chunks, source.read)], 0)
 
     (found,) = Bridge(produce, ready_bytes=1, name="zloader-indexes")
     return found

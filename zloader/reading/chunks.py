@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import CorruptChunkError, FormatError, MissingObjectError
 from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import batches
-from zloader.reading.resources import Resources
+from zloader.reading.resources import Counters, Resources
 from zloader.storage.decode import PART, Decoder, columns_of
 from zloader.storage.layout import ArrayLayout, ChunkSpan, chunk_spans, distinct, runs_of, total_bytes
 from zloader.storage.placement import ObjectIndex
@@ -29,8 +29,10 @@ _BATCH_BYTES = 8 << 20
 _BATCHES_IN_FLIGHT = 8
 
 Stored = Sequence[bytes | NDArray[np.uint8]]
-# Reads spans of shards. The number is that of the attempt, from 0.
-ReadIndexes = Callable[[Sequence[Span], int], Awaitable[Sequence[bytes]]]
+Corrupt = list[tuple[ChunkSpan, CorruptChunkError]]  # spans that do not match their checksums
+Work = TypeVar("Work")
+ReadWork = Callable[[Work], Awaitable[tuple[Work, Sequence[CorruptChunkError]]]]
+ReadSpans = Callable[[Sequence[Span]], Awaitable[Sequence[bytes]]]
 _AT_ONCE = 16  # indexes that one task reads
 
 
@@ -70,7 +72,14 @@ class ArrayReader:
         # If a chunk is corrupt twice, the stored object is corrupt. Unlike a busy server, that does not pass.
         self.rereads = min(1, resources.options.retries)
         known = resources.indexes.setdefault(layout.path, {})
-        self._indexes = ShardIndexes(layout, resources.object_sizes, resources.url, known=known, rereads=self.rereads)
+        self._indexes = ShardIndexes(
+            layout,
+            resources.object_sizes,
+            resources.url,
+            known=known,
+            counters=resources.counters,
+            rereads=self.rereads,
+        )
         # A chunk that holds parts of rows is decoded as a whole, wherever its parts go.
         self._scratch_bytes = 0 if layout.grid is None else layout.chunk_elements * layout.dtype.itemsize
 
@@ -123,19 +132,22 @@ class ArrayReader:
     async def _read_batch(self, batch: list[ChunkSpan], chunks: Rows, jobs: NDArray[Any], out: NDArray[Any]) -> None:
         """Reads some spans and decodes their chunks; a span that fails its checksum is read once more."""
         try:
-            await read_again(batch, self.rereads, self._resources, partial(self._read_once, chunks, jobs, out))
+            read = partial(self._read_once, chunks, jobs, out)
+            await read_again(batch, self.rereads, self._resources.counters, read)
+            self._resources.counters.chunks_decoded += sum(len(piece.chunks) for piece in batch)
         finally:
             self._resources.in_flight.release(total_bytes(batch) + self._scratch_bytes)
 
     async def _read_once(
-        self, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any], pieces: Sequence[ChunkSpan]
-    ) -> Corrupt:
+        self, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any], pieces: list[ChunkSpan]
+    ) -> tuple[list[ChunkSpan], list[CorruptChunkError]]:
         reads = Reads(pieces)
         first, last = reads.table[0][[0, -1]]
         some = slice(*np.searchsorted(chunks, [first, last + 1]))
         located = reads.located(chunks[some], jobs[some])
         decode = partial(self.decode, reads, located[located["read"] >= 0], out)
-        return await self._resources.decode([piece.span for piece in pieces], decode)
+        corrupt = await self._resources.decode([piece.span for piece in pieces], decode)
+        return [piece for piece, _ in corrupt], [error for _, error in corrupt]
 
     def decode(self, reads: Reads, jobs: NDArray[Any], out: NDArray[Any], stored: Stored) -> Corrupt:
         """Does jobs; returns the corrupt spans, each with its first error.
@@ -170,10 +182,9 @@ class ArrayReader:
         at = f"bytes {span.start + start}-{span.start + stop - 1} of {span.key}"
         return f"{self._resources.url}: chunk {chunk} of {self.layout.path}, {at}"
 
-    async def _read_spans(self, turn: int, spans: Sequence[Span], attempt: int) -> Sequence[bytes]:
+    async def _read_spans(self, turn: int, spans: Sequence[Span]) -> Sequence[bytes]:
         """The bytes of some indexes, within the bound of those in flight."""
         resources, n_bytes = self._resources, sum(span.size for span in spans)
-        resources.counters.retries += len(spans) * (attempt > 0)
         await resources.in_flight.acquire(n_bytes, turn)
         try:
             return await resources.read(spans)
@@ -181,26 +192,18 @@ class ArrayReader:
             resources.in_flight.release(n_bytes)
 
 
-Corrupt = list[tuple[ChunkSpan, CorruptChunkError]]  # spans that do not match their checksums
+async def read_again(work: Work, rereads: int, counters: Counters, read: ReadWork[Work]) -> None:
+    """Has `read` read and decode something, and what of it was corrupt once more, which it returns with its errors.
 
-
-async def read_again(
-    spans: Sequence[ChunkSpan],
-    rereads: int,
-    resources: Resources,
-    read: Callable[[Sequence[ChunkSpan]], Awaitable[Corrupt]],
-) -> None:
-    """Has `read` read and decode spans, and those that were corrupt once more. Raises the first error of the last."""
-    left = spans
+    Raises the first error of the last time.
+    """
     for attempt in range(rereads + 1):
-        corrupt = await read(left)
-        if not corrupt:
-            break
-        left = [piece for piece, _ in corrupt]
+        work, errors = await read(work)
+        if not errors:
+            return
         if attempt == rereads:
-            raise corrupt[0][1]
-        resources.counters.retries += len(left)
-    resources.counters.chunks_decoded += sum(len(piece.chunks) for piece in spans)
+            raise errors[0]
+        counters.retries += len(errors)
 
 
 # ---- indexes of shards
@@ -216,14 +219,16 @@ class ShardIndexes:
         url: str,
         *,
         known: dict[int, ObjectIndex] | None = None,
+        counters: Counters | None = None,
         rereads: int = 0,
     ) -> None:
         """An index that is corrupt is read `rereads` times more."""
-        self._layout, self._object_sizes, self._url, self._rereads = layout, object_sizes, url, rereads
+        self._layout, self._object_sizes, self._url = layout, object_sizes, url
+        self._counters, self._rereads = counters or Counters(), rereads
         self._known: dict[int, ObjectIndex] = {} if known is None else known
         self._reading: dict[int, asyncio.Task[dict[int, ObjectIndex]]] = {}
 
-    async def of(self, chunks: Rows, read: ReadIndexes) -> dict[int, ObjectIndex]:
+    async def of(self, chunks: Rows, read: ReadSpans) -> dict[int, ObjectIndex]:
         """The index of each shard of some chunks. Costs one read per shard that is not known, or none without shards.
 
         Raises MissingObjectError if a required shard is missing, CorruptChunkError, and any ReadError.
@@ -238,23 +243,24 @@ class ShardIndexes:
             self._known.update(found)
         return {shard: self._known[shard] for shard in shards}
 
-    async def _read(self, shards: Sequence[int], read: ReadIndexes) -> dict[int, ObjectIndex]:
+    async def _read(self, shards: Sequence[int], read: ReadSpans) -> dict[int, ObjectIndex]:
         sizes = {shard: self._object_sizes.get(self._layout.shard_key(shard)) for shard in shards}
         found = {shard: self._layout.find_index(shard, size, self._url) for shard, size in sizes.items()}
         indexes = {shard: ObjectIndex(each) for shard, each in found.items() if not isinstance(each, Span)}
-        left = {shard: each for shard, each in found.items() if isinstance(each, Span)}
-        for attempt in range(self._rereads + 1):
-            if not left:
-                break
-            for shard, stored in zip(list(left), await read(list(left.values()), attempt), strict=True):
+        spans = {shard: each for shard, each in found.items() if isinstance(each, Span)}
+
+        async def parse(left: dict[int, Span]) -> tuple[dict[int, Span], list[CorruptChunkError]]:
+            errors: dict[int, CorruptChunkError] = {}
+            for (shard, span), stored in zip(left.items(), await read(list(left.values())), strict=True):
                 try:
                     indexes[shard] = ObjectIndex(self._layout.placement.parse(stored, shard, sizes[shard] or 0))
-                    del left[shard]
                 except CorruptChunkError as error:
-                    if attempt == self._rereads:
-                        span = left[shard]
-                        where = f"{self._url}: {span.key} bytes {span.start}-{span.stop - 1}"
-                        raise explained(error, where) from error
+                    where = f"{self._url}: {span.key} bytes {span.start}-{span.stop - 1}"
+                    errors[shard] = explained(error, where)
+            return {shard: left[shard] for shard in errors}, list(errors.values())
+
+        if spans:
+            await read_again(spans, self._rereads, self._counters, parse)
         return indexes
 
 

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from zloader.caching.leases import Leases
 from zloader.caching.rows_file import RowsFile
 from zloader.common.concurrent_calls import aside
+from zloader.common.errors import CorruptChunkError
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows, Span
-from zloader.reading.chunks import ArrayReader, Corrupt, Reads, Stored
+from zloader.reading.chunks import ArrayReader, Corrupt, Reads, Stored, read_again
 from zloader.reading.gates import ByteBudget
 from zloader.reading.gather import SourceRows, as_bits, totals_of
 from zloader.reading.loops import copy_rows
@@ -342,38 +343,35 @@ class MatrixReader:
 
     async def _fill_batch(self, mirror: RowsFile, batch: _Batch, turn: int) -> None:
         """Reads and keeps some blocks; those with a corrupt chunk are read once more."""
-        resources = self._resources
-        for attempt in range(self._arrays[0].rereads + 1):
-            try:
-                left, corrupt = await resources.decode(batch.spans, partial(self._keep, mirror, batch))
-            finally:
-                resources.in_flight.release(batch.n_bytes)
-            resources.counters.chunks_decoded += batch.n_chunks
-            if not corrupt:
-                return
-            if attempt == self._arrays[0].rereads:
-                raise corrupt[0][1]
-            resources.counters.retries += len(corrupt)
-            batch = await self._batch(mirror, left, turn)
-            await resources.in_flight.acquire(batch.n_bytes, turn)
+        resources, n_bytes = self._resources, batch.n_bytes
+
+        async def read(some: _Batch) -> tuple[_Batch, Sequence[CorruptChunkError]]:
+            left, errors = await resources.decode(some.spans, partial(self._keep, mirror, some))
+            resources.counters.chunks_decoded += some.n_chunks
+            return await self._batch(mirror, left, turn) if errors else some, errors
+
+        try:
+            await read_again(batch, self._arrays[0].rereads, resources.counters, read)
+        finally:
+            resources.in_flight.release(n_bytes)
 
     def _stretches(self, mirror: RowsFile, blocks: Rows) -> Iterator[slice]:
         n = -(-len(blocks) * mirror.form.block_bytes // _STRETCH_BYTES)
         bounds = np.linspace(0, len(blocks), min(n, len(blocks)) + 1).astype(int).tolist()
         yield from map(slice, bounds, bounds[1:])
 
-    def _keep(self, mirror: RowsFile, batch: _Batch, stored: Stored) -> tuple[Rows, Corrupt]:
-        """Decodes, packs and writes blocks on this thread. Returns those with corrupt chunks, and these."""
+    def _keep(self, mirror: RowsFile, batch: _Batch, stored: Stored) -> tuple[Rows, list[CorruptChunkError]]:
+        """Decodes, packs and writes blocks on this thread. Returns those with corrupt chunks, and their errors."""
         size = mirror.form.block_rows
         keep = self._keep_packed if mirror.form.coded or self._keeps_chosen else self._keep_raw
-        left, corrupt = [batch.blocks[:0]], []
+        left, errors = [batch.blocks[:0]], list[CorruptChunkError]()
         for some in self._stretches(mirror, batch.blocks):
             rows = slice(some.start * size, some.stop * size)
             wrong = keep(mirror, batch, batch.blocks[some], batch.starts[rows], batch.stops[rows], stored)
             if wrong:
                 left.append(batch.blocks[some])
-                corrupt += wrong
-        return np.concatenate(left), corrupt
+                errors += [error for _, error in wrong]
+        return np.concatenate(left), errors
 
     def _keep_raw(
         self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
