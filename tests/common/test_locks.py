@@ -138,4 +138,4 @@ def test_no_cached_property_has_a_lock() -> None:
     using = {file.name for file in package.rglob("*.py") if "functools.cached_property" in file.read_text()}
     assert using == {"locks.py", "resume.py"}  # the latter recognizes those of users
     imported = {file.name for file in package.rglob("*.py") if "import cached_property" in file.read_text()}
-    assert len(imported) > 20
+    assert len(imported) > 10

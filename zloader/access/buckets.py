@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from fsspec.asyn import get_loop, sync
 
@@ -103,7 +103,7 @@ class Azure(ObjectScheme):
     def path(self, location: Any, rest: str) -> str:
         return re.sub("^([^/@]*)@[^/]*", r"\1", rest)
 
-    def require_url(self, authority: str, shown: str) -> None:
+    def require_authority(self, authority: str, shown: str) -> None:
         """Raises OptionError unless what precedes the path is CONTAINER or CONTAINER@ACCOUNT.dfs.core.windows.net."""
         if "@" in authority and not _BLOBS.fullmatch(authority):
             raise OptionError(
@@ -208,6 +208,24 @@ class Web(ObjectScheme):
         "address may have expired"
     )
     is_web = True
+
+    def path(self, location: Any, rest: str) -> str:
+        """The whole address, unquoted."""
+        return f"{location.scheme}://{unquote(rest)}"
+
+    def require_url(self, location: Any, shown: str) -> None:
+        super().require_url(location, shown)
+        try:
+            port = urlsplit(location.url).port
+        except ValueError as error:
+            raise OptionError(f"cannot open {shown!r}: {error}") from error
+        if port == 0:
+            raise OptionError(f"cannot open {shown!r}: 0 is not a valid port")
+        if "?" in location.url or "#" in location.url:
+            raise OptionError(
+                f"cannot open {shown!r}: a store's URL cannot have a fragment. Write ? and # that belong to the path "
+                "as %3F and %23"
+            )
 
     def split(self, location: Any) -> tuple[str, str]:
         scheme, _, rest = location.path.partition("://")

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import zarr.abc.store
 import zarr.storage
@@ -54,37 +53,13 @@ class Location:
             )
         if missing := _SLASH_MISSING.match(self.url):
             raise OptionError(f"a slash is missing in a URL: write {_with_slashes(missing[1], missing[2])!r}")
-        scheme, authority = self.scheme, self.url.partition("://")[2].partition("/")[0]
         shown = without_secrets(self.url)
-        if scheme not in SCHEMES:
+        if self.scheme not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise OptionError(f"cannot open {shown!r}: pass a local path or a URL that starts with {known}")
-        if scheme != "file" and not authority:
-            raise OptionError(f"cannot open {shown!r}: the URL must have the form {scheme}://{self.kind.form}")
-        if scheme != "file":
-            self.kind.require_url(authority, shown)
-        self._require_address(shown)
-        if scheme == "file":
+        if self.scheme == "file":
             object.__setattr__(self, "folder", self.folder or str(absolute_path(".")))
-            absolute_path(self._bare)
-        elif "\\" in self.path:
-            raise OptionError(f"cannot open {shown!r}: zarr takes a backslash in a key for a slash. Write a slash")
-        steps = self.path.split("/") if scheme != "file" else []
-        if not {".", ".."}.isdisjoint(steps) or (not self.is_web and "" in steps):
-            raise OptionError(f"cannot open {shown!r}: no part of an object's key can be '.', '..' or empty")
-        if self.is_web and ("?" in self.url or "#" in self.url):
-            raise OptionError(
-                f"cannot open {shown!r}: a store's URL cannot have a fragment. Write ? and # that belong to the path "
-                "as %3F and %23"
-            )
-
-    def _require_address(self, shown: str) -> None:
-        try:
-            port = urlsplit(self.url).port if self.is_web or self.url.startswith("file://") else None
-        except ValueError as error:
-            raise OptionError(f"cannot open {shown!r}: {error}") from error
-        if port == 0:
-            raise OptionError(f"cannot open {shown!r}: 0 is not a valid port")
+        self.kind.require_url(self, shown)
 
     @property
     def scheme(self) -> str:
@@ -102,21 +77,18 @@ class Location:
 
         It has no trailing slash.
         """
-        if self.scheme == "file":
-            return str(self.folder / Path(self._bare).expanduser())
-        rest = self.url.partition("://")[2].strip("/")
-        return f"{self.scheme}://{unquote(rest)}" if self.is_web else self.kind.path(self, rest)
+        return self.kind.path(self, self._rest)
 
     @property
-    def _bare(self) -> str:
-        return unquote(urlsplit(self.url).path) if "://" in self.url else self.url
+    def _rest(self) -> str:
+        return self.url.partition("://")[2].strip("/")
 
     @property
     def address(self) -> str:
         """The normalized location: an absolute path, or an unquoted URL without a trailing slash."""
         if self.scheme == "file" or self.is_web:
             return self.path
-        return f"{self.scheme}://{self.url.partition('://')[2].strip('/')}"
+        return f"{self.scheme}://{self._rest}"
 
     @property
     def origin(self) -> str:

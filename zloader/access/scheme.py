@@ -7,13 +7,16 @@ import os
 import re
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import fsspec
 
-from zloader.access.stored_objects import Listing, StoredObject, find_file, list_files
+from zloader.access.stored_objects import Listing, StoredObject, list_files, stored_file
+from zloader.common.checks import absolute_path
 from zloader.common.errors import ForkError, OptionError
+from zloader.common.file_systems import has_stable_inodes
 from zloader.common.messages import suggestion
 
 # Makes one attempt to read a range of an object: its key, start, stop and listed tag become its present tag and the
@@ -65,11 +68,23 @@ class Scheme:
     is_web = False  # a web server, which cannot be listed
 
     def path(self, location: Any, rest: str) -> str:
-        """What file systems call the object at a URL, of which `rest` follows ://."""
+        """What file systems call the object at a URL, of which `rest` follows ://, without slashes at its ends."""
         return rest
 
-    def require_url(self, authority: str, shown: str) -> None:
-        """Raises OptionError for a URL that contains user and password."""
+    def require_url(self, location: Any, shown: str) -> None:
+        """Raises OptionError for a URL that cannot be that of a store; `shown` is the URL without secrets."""
+        authority = location.url.partition("://")[2].partition("/")[0]
+        if not authority:
+            raise OptionError(f"cannot open {shown!r}: the URL must have the form {location.scheme}://{self.form}")
+        self.require_authority(authority, shown)
+        if "\\" in location.path:
+            raise OptionError(f"cannot open {shown!r}: zarr takes a backslash in a key for a slash. Write a slash")
+        steps = location.path.split("/")
+        if not {".", ".."}.isdisjoint(steps) or (not self.is_web and "" in steps):
+            raise OptionError(f"cannot open {shown!r}: no part of an object's key can be '.', '..' or empty")
+
+    def require_authority(self, authority: str, shown: str) -> None:
+        """Raises OptionError for a URL that contains user and password before the first slash."""
         if "@" in authority:
             raise OptionError(f"cannot open {shown!r}: a URL cannot contain user and password. Use storage_options")
 
@@ -117,6 +132,19 @@ class LocalFiles(Scheme):
     advice = "the permissions of the directory"
     is_writable = True
 
+    def path(self, location: Any, rest: str) -> str:
+        """The absolute path. A relative one belongs to the folder of the location."""
+        path = unquote(urlsplit(location.url).path) if "://" in location.url else location.url
+        return str(absolute_path(path, location.folder))
+
+    def require_url(self, location: Any, shown: str) -> None:
+        try:
+            self.path(location, "")
+        except OptionError:
+            raise
+        except ValueError as error:  # of an address in brackets
+            raise OptionError(f"cannot open {shown!r}: {error}") from error
+
     def origin(self, location: Any) -> str:
         return str(os.path.realpath(location.path))
 
@@ -127,7 +155,8 @@ class LocalFiles(Scheme):
         return list_files(location.path)
 
     def find_object(self, location: Any, key: str) -> StoredObject:
-        return find_file(location.path, key)
+        root = location.path
+        return stored_file(Path(root, key).stat(), stable_inode=has_stable_inodes(root))
 
     def credentials(self, location: Any) -> str:
         return f"not needed: files of this machine, read as user {os.geteuid()}"

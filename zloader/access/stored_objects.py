@@ -133,11 +133,6 @@ def list_files(root: str) -> Listing:
     return Listing((key, stored_file(status, stable_inode=stable_inode)) for key, status in files)
 
 
-def find_file(root: str, key: str) -> StoredObject:
-    """The current state of one file. Raises OSError if it does not exist."""
-    return stored_file(Path(root, key).stat(), stable_inode=has_stable_inodes(root))
-
-
 def _files(directory: str, prefix: str, ancestors: list[tuple[int, int]]) -> Iterator[tuple[str, os.stat_result]]:
     """Every file below a directory. `ancestors` are the device and inode of the directories that lead to it."""
     with os.scandir(directory) as entries:

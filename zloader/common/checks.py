@@ -31,10 +31,13 @@ def parse_size(size: int | str, option: str = "") -> int:
     return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
 
 
-def absolute_path(path: str) -> Path:
-    """The path below the working directory, with `~` expanded. Raises OptionError for one that has no meaning here."""
+def absolute_path(path: str, folder: str = "") -> Path:
+    """The path below a folder, by default the working directory, with `~` expanded.
+
+    Raises OptionError for one that has no meaning here.
+    """
     try:
-        return Path(path).expanduser().absolute()
+        return Path(folder, Path(path).expanduser()).absolute()
     except (RuntimeError, OSError) as error:  # no such user, or the working directory was deleted
         raise OptionError(f"cannot tell where {path!r} is: {error}. Give an absolute path") from error
 

@@ -97,7 +97,11 @@ def denied(answer: str, advice: str) -> ReadFailure:
     )
 
 
-OTHER_TAG = ReadFailure(answer="412: the object does not have the tag that was listed")
+OTHER_TAG = ReadFailure(
+    answer="412: the object has another tag than was listed",
+    advice="Does a proxy change the header If-Match?",
+    attempts=_SHORT_ATTEMPTS,
+)
 RANGE_IGNORED = ReadFailure(
     answer="the range was ignored by the server", advice="Does a proxy drop the Range header?", attempts=_SHORT_ATTEMPTS
 )
