@@ -121,9 +121,10 @@ class Store:
         """That of either array, for chunks."""
         return self._arrays[0][0]
 
-    def filling(self, sweeping: float) -> FillPlanner:
-        """The planner of mirrors, of machines that read this share of the rows in one piece."""
-        return FillPlanner.of(self._matrix, self.form, self._options, self._sizes, sweeping=sweeping)
+    @cached_property
+    def filling(self) -> FillPlanner:
+        """The planner of mirrors, of machines that read some of the rows each."""
+        return FillPlanner.of(self._matrix, self.form, self._options, self._sizes, sweeps=False)
 
     @property
     def stored_bytes(self) -> int:
@@ -211,11 +212,6 @@ class Epoch:
         if number not in self._shards:
             self._shards[number] = np.unique(self.plan.fetch(number).rows[::16] * VALUES // (CHUNK * CHUNKS_PER_SHARD))
         return self._shards[number]
-
-    @cached_property
-    def filling(self) -> FillPlanner:
-        """The planner of mirrors. It reads more than it needs if machines have parts."""
-        return self.store.filling(self.plan.swept_rows / self.store.rows if self.plan.machines > 1 else 0.0)
 
     @cached_property
     def mean_reads(self) -> tuple[int, int]:

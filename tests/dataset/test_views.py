@@ -599,7 +599,7 @@ def test_a_view_of_blocks_reads_neighbours_together():
     mask[100:300] = mask[600:900] = True
     sampling = Within(zl.BlockShuffling(50), RowSet.of(mask))
     plan = Plan(dataset_rows=1000, sampling=sampling, batch_size=50, fetch_factor=2)
-    assert (plan.n_rows, plan.n_fetches, plan.swept_rows) == (500, 5, 0)
+    assert (plan.n_rows, plan.n_fetches, plan.sweeps) == (500, 5, False)
     runs = [np.diff(plan.fetch(number).rows.reshape(2, 50), axis=1) for number in range(5)]
     assert (np.concatenate(runs) == 1).all()
 

@@ -256,8 +256,8 @@ def test_a_subset_is_shared_out_like_a_whole(indices, world_size, n_workers):
 )
 def test_a_plan_sweeps_that_takes_every_row(sampling, sweeps):
     plan = Plan(dataset_rows=20, sampling=sampling, batch_size=2, fetch_factor=2)
-    assert (plan.swept_rows == plan.dataset_rows) is sweeps
-    assert not dataclasses.replace(plan, world_size=2).swept_rows
+    assert plan.sweeps is sweeps
+    assert not dataclasses.replace(plan, world_size=2).sweeps
 
 
 def test_golden_minibatches():

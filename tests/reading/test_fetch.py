@@ -184,7 +184,7 @@ def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path):
 
     async def run():
         parts, leases = [replace(part, open_source=lambda: failing, mirror=mirror)], others.leases()
-        with opened_readers(parts, zl.FetchOptions(), Counters(), sweeping=0) as [reader]:
+        with opened_readers(parts, zl.FetchOptions(), Counters(), sweeps=False) as [reader]:
             with pytest.raises(ExceptionGroup) as raised:
                 await reader.fill_mirror(blocks, 0)
             assert raised.group_contains(ReadError)
@@ -211,7 +211,7 @@ def test_a_corrupt_chunk_is_not_mirrored_and_the_others_are_right(store, tmp_pat
 def test_buffers_hold_what_is_needed_and_keep_the_next_one_aligned(store, rows):
     part = part_of(store)
     starts, stops = part.matrix.elements_of(np.array(rows), part.indptr)
-    with opened_readers([part], zl.FetchOptions(), Counters(), sweeping=0) as [reader]:
+    with opened_readers([part], zl.FetchOptions(), Counters(), sweeps=False) as [reader]:
         needed = reader.needed(slice(None), np.array(rows))
         assert needed.ahead_bytes == needed.buffer_bytes
         buffer = np.empty(needed.buffer_bytes, np.uint8)

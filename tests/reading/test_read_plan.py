@@ -42,30 +42,26 @@ def test_a_batch_is_full_at_its_stored_or_at_its_decoded_bytes(sizes, stored_byt
     assert not any(full(batch[:-1]) for batch in found)
 
 
-@pytest.mark.parametrize(
-    ("share", "run"),
-    [(1.0, 8), (0.0, 1), (0.5, 8), (96 / 1024, 8), (95 / 1024, 1)],
-    ids=["the whole array", "unknown", "half", "twelve runs", "fewer"],
-)
-def test_how_much_beside_a_block_is_read_for_a_mirror(share, run):
-    """Eight blocks are a run. In a piece of fewer than twelve runs, too many bytes are read that others need."""
-    planner = planner_of_rows(chunk_rows=1, least_read_bytes=8000, share=share)
+@pytest.mark.parametrize(("sweeps", "run"), [(True, 8), (False, 1)], ids=["all rows", "some"])
+def test_how_much_beside_a_block_is_read_for_a_mirror(sweeps, run):
+    """Eight blocks are a run. Of some rows, too many bytes would be read that others need."""
+    planner = planner_of_rows(chunk_rows=1, least_read_bytes=8000, sweeps=sweeps)
     for first_fetch, n in ((False, run), (True, 1)):  # the consumer waits for the first one
         wanted = planner.to_fill(np.array([20]), first_fetch=first_fetch)
         assert wanted.tolist() == (list(range(16, 24)) if n == 8 else [20])
 
 
-@pytest.mark.parametrize(("share", "first_fetch", "run"), [(1.0, False, 16), (1.0, True, 4), (0.0, False, 4)])
-def test_a_chunk_of_several_blocks_is_decoded_with_all_of_them(share, first_fetch, run):
+@pytest.mark.parametrize(("sweeps", "first_fetch", "run"), [(True, False, 16), (True, True, 4), (False, False, 4)])
+def test_a_chunk_of_several_blocks_is_decoded_with_all_of_them(sweeps, first_fetch, run):
     """Four chunks are a run, because the chunks at its ends are read with both neighbours."""
-    planner = planner_of_rows(chunk_rows=4, least_read_bytes=0, share=share)
+    planner = planner_of_rows(chunk_rows=4, least_read_bytes=0, sweeps=sweeps)
     wanted = planner.to_fill(np.array([18, 41]), first_fetch=first_fetch)
     firsts = [18 // run * run, 41 // run * run]
     assert wanted.tolist() == [block for first in firsts for block in range(first, first + run)]
 
 
 def test_blocks_between_two_that_are_needed_are_read_if_they_are_few():
-    planner = planner_of_rows(chunk_rows=1, least_read_bytes=0, share=0.0, gap_bytes=2000)
+    planner = planner_of_rows(chunk_rows=1, least_read_bytes=0, sweeps=False, gap_bytes=2000)
     wanted = planner.to_fill(np.array([3, 6, 10]), first_fetch=False)
     assert wanted.tolist() == [3, 4, 5, 6, 10]
 
@@ -75,13 +71,13 @@ def test_blocks_between_two_that_are_needed_are_read_if_they_are_few():
     in_flight_bytes=st.sampled_from([1, 40_000, 1 << 30]),
 )
 def test_blocks_are_read_in_batches(blocks, in_flight_bytes):
-    planner = planner_of_rows(chunk_rows=1, least_read_bytes=0, share=1.0, in_flight_bytes=in_flight_bytes)
+    planner = planner_of_rows(chunk_rows=1, least_read_bytes=0, sweeps=True, in_flight_bytes=in_flight_bytes)
     found = list(planner.batches(np.array(blocks, np.int64)))
     assert [block for batch in found for block in batch.tolist()] == blocks
     assert all(len(batch) * 1000 <= max(1000, in_flight_bytes // 8) for batch in found)
 
 
-def planner_of_rows(*, chunk_rows: int, least_read_bytes: int, share: float, **options: int) -> FillPlanner:
+def planner_of_rows(*, chunk_rows: int, least_read_bytes: int, sweeps: bool, **options: int) -> FillPlanner:
     """The planner of 1 024 blocks of one row of 1 000 bytes, stored in chunks of some rows."""
     values = ArrayLayout.plain(
         "X", "u1", n_elements=1024 * 1000, chunk_elements=chunk_rows * 1000, chunks_per_shard=1024 // chunk_rows
@@ -90,7 +86,7 @@ def planner_of_rows(*, chunk_rows: int, least_read_bytes: int, share: float, **o
     form = replace(RowForm.of(matrix, None, compact=False), block_rows=1)
     sizes = {values.shard_key(0): 1024 * 1000}
     fetching = FetchOptions(least_read_bytes=least_read_bytes, **{"gap_bytes": 0, **options})
-    return FillPlanner.of(matrix, form, fetching, sizes, sweeping=share)
+    return FillPlanner.of(matrix, form, fetching, sizes, sweeps=sweeps)
 
 
 @given(

@@ -164,7 +164,7 @@ class StatisticsPass:
             transforms={x: transforming} if listed else {},
             columns=RowColumns(obs=lambda: {} if column is None else {str(self.batches.name): column}),
             cutting=Cutting(cut=cut, grows=len(self.batches.n_obs) > 1),
-            sweeping=self.n_obs if self.n_obs == self.dataset_rows else 0,
+            sweeps=self.n_obs == self.dataset_rows,
         )
 
     def _summed(self, recipe: Recipe, sum_up: SumUp, title: str) -> Numbers:

@@ -16,7 +16,7 @@ import numpy as np
 
 from zloader.caching.mirror import contents_of
 from zloader.caching.rows_file import Held, RowsFile
-from zloader.common.checks import MAX_COUNT, names_of
+from zloader.common.checks import names_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
@@ -119,7 +119,7 @@ def _files(parts: Sequence[MatrixPart]) -> list[RowsFile]:
 async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, put: Channel[None]) -> None:
     """Reads all blocks, window by window, and puts one item after each window."""
     in_flight = asyncio.Semaphore(_WINDOWS)
-    with opened_readers(parts, options, counters, sweeping=MAX_COUNT) as readers:
+    with opened_readers(parts, options, counters, sweeps=True) as readers:
         async with asyncio.TaskGroup() as group:
 
             async def fill(reader: MatrixReader, window: Rows) -> None:

@@ -22,7 +22,7 @@ from zloader.dataset.store import OpenedStore
 from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.chunks import ShardIndexes
-from zloader.reading.read_plan import FillPlanner, share_of
+from zloader.reading.read_plan import FillPlanner
 from zloader.selecting.groups import shares
 from zloader.storage.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, distinct, total_bytes
 from zloader.storage.placement import ObjectIndex
@@ -88,7 +88,7 @@ def epoch_costs(
             continue
         of_matrix = [store.rows_in(matrix.path, rows) for rows in fetches]
         sizes, form = store.object_sizes(), RowForm.of(matrix, None, compact=False)
-        fill = FillPlanner.of(matrix, form, options, sizes, sweeping=share_of(plan.swept_rows, store.n_obs))
+        fill = FillPlanner.of(matrix, form, options, sizes, sweeps=plan.sweeps)
         filled = _unseen(fill, [distinct(rows // form.block_rows) for rows in of_matrix])
         of_first, of_later = (filled, []) if exact else (filled[:1], filled[1:])
         n_left += form.layout.n_chunks - sum(map(len, of_first))

@@ -147,10 +147,9 @@ class Plan:
         return self.batch_size * self.fetch_factor
 
     @property
-    def swept_rows(self) -> int:
-        """The rows, one after another, that this rank reads completely in an epoch; 0 if unknown."""
-        alone = self.world_size == 1 and self.n_rows == self.dataset_rows and not self.sampling.repeats
-        return self.dataset_rows if alone else 0
+    def sweeps(self) -> bool:
+        """Whether this rank reads all rows of the dataset in an epoch."""
+        return self.world_size == 1 and self.n_rows == self.dataset_rows and not self.sampling.repeats
 
     @cached_property
     def n_rows(self) -> int:

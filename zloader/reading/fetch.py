@@ -116,7 +116,7 @@ class FetchScheduler:
         parts = [part for of_array in recipe.arrays for part in of_array]
         # Gathering has its own threads, so that minibatches do not queue behind the decoding of later fetches.
         with (
-            opened_readers(parts, self._options, counters, sweeping=recipe.sweeping) as readers,
+            opened_readers(parts, self._options, counters, sweeps=recipe.sweeps) as readers,
             ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-gather") as gathering,
         ):
             try:

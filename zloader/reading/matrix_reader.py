@@ -29,7 +29,7 @@ from zloader.reading.chunks import ArrayReader, Corrupt, Reads, Stored, read_aga
 from zloader.reading.gates import ByteBudget
 from zloader.reading.gather import SourceRows, as_bits, totals_of
 from zloader.reading.loops import copy_rows
-from zloader.reading.read_plan import Elements, FillPlanner, jobs_of, share_of
+from zloader.reading.read_plan import Elements, FillPlanner, jobs_of
 from zloader.reading.recipe import MatrixPart
 from zloader.reading.resources import Counters, Resources
 from zloader.storage.coded_rows import ENTRY_BYTES, code_blocks, views_of, words_of
@@ -79,13 +79,13 @@ class Needed:
 
 @contextlib.contextmanager
 def opened_readers(
-    parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, *, sweeping: int
+    parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, *, sweeps: bool
 ) -> Iterator[list[MatrixReader]]:
     """The reader of each part. They share threads and one bound on the bytes in flight.
 
-    `sweeping` has the rows, one after another, that will be read completely. On leaving, the mirrors record the chunks
-    whose checksums were verified, and the leases are released, so that other processes may download the remaining
-    chunks.
+    `sweeps` says that this machine will read all rows, so that the blocks beside those that are needed are worth
+    mirroring. On leaving, the mirrors record the blocks whose checksums were verified, and the leases are released, so
+    that other processes may download the remaining blocks.
     """
     in_flight, bands = ByteBudget(options.in_flight_bytes), ByteBudget(options.memory // 8)
     own_buffers = threading.local()
@@ -110,7 +110,7 @@ def opened_readers(
             if part.mirror is not None:
                 stack.callback(part.mirror.record_verified)
                 leases = stack.enter_context(contextlib.closing(part.mirror.leases()))
-            readers.append(MatrixReader(part, leases, resources, sweeping=share_of(sweeping, part.n_rows)))
+            readers.append(MatrixReader(part, leases, resources, sweeps=sweeps))
         yield readers
 
 
@@ -118,12 +118,10 @@ class MatrixReader:
     """Loads rows of one matrix.
 
     Its `mirror` keeps the genes of x that are chosen of CSR rows, and all genes of dense rows. Another one with all
-    genes may be there, which is not filled any more. `leases` are the epoch's leases on blocks. `sweeping` is the share
-    of the store's rows that this machine will read one after another: 1 if it needs the whole store, 0 if unknown. It
-    says how many of the blocks beside those that are needed are worth mirroring.
+    genes may be there, which is not filled any more. `leases` are the epoch's leases on blocks.
     """
 
-    def __init__(self, part: MatrixPart, leases: Leases | None, resources: Resources, *, sweeping: float) -> None:
+    def __init__(self, part: MatrixPart, leases: Leases | None, resources: Resources, *, sweeps: bool) -> None:
         self.mirror: RowsFile | None = None if part.mirror is None else part.mirror.rows
         self._whole: RowsFile | None = None if part.mirror is None else part.mirror.whole
         self._matrix, self._indptr, self._chosen = part.matrix, part.indptr, part.genes
@@ -136,7 +134,7 @@ class MatrixReader:
         self.row_bytes = part.matrix.values.n_elements / max(1, part.matrix.n_rows) * kept_bytes
         if self.mirror is not None:
             self._planner = FillPlanner.of(
-                part.matrix, self.mirror.form, resources.options, part.object_sizes, sweeping=sweeping
+                part.matrix, self.mirror.form, resources.options, part.object_sizes, sweeps=sweeps
             )
 
     @property

@@ -34,7 +34,6 @@ from zloader.storage.row_blocks import RowForm
 MOST_SHRUNK = 16
 _CHUNKS_OF_RUN, _RUN_BYTES = 4, 32 << 20  # the chunks at the ends of a run are decoded with both neighbours
 _BATCH_BYTES, _DECODED_BYTES = 8 << 20, 16 << 20  # stored and decoded, of the blocks that are read together
-_RUNS = 12  # at least, in a piece of an array that is read completely: a third of the GETs for 3 % more bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +61,9 @@ class FillPlanner:
         options: FetchOptions,
         object_sizes: Mapping[str, int],
         *,
-        sweeping: float,
+        sweeps: bool,
     ) -> FillPlanner:
-        """The planner of a matrix. `sweeping` is the share of its rows that is read in one piece."""
+        """The planner of a matrix. Blocks beside the needed ones are worth reading if an epoch `sweeps` all rows."""
         n_blocks, decoded = max(1, form.layout.n_chunks), form.block_bytes
         whole = sum(array.chunk_bytes(object_sizes) * array.n_chunks for array in matrix.arrays)
         stored = max(whole / len(matrix.arrays) / n_blocks, decoded / MOST_SHRUNK)  # of a block, in one array
@@ -83,7 +82,7 @@ class FillPlanner:
             few = max(1, min(few, options.memory // 8 // (decoded + parts_bytes)))
         return cls(
             layout=form.layout,
-            run=max(of_chunk, run_of(form.layout, -(-run // of_chunk) * of_chunk, sweeping)),
+            run=-(-run // of_chunk) * of_chunk if sweeps else of_chunk,
             least=of_chunk,
             gap=int(options.gap_bytes / stored),
             few=few,
@@ -106,19 +105,6 @@ class FillPlanner:
             return
         for first in range(0, len(blocks), self.few):
             yield blocks[first : first + self.few]
-
-
-def share_of(swept_rows: int, n_rows: int) -> float:
-    """The share of a store of `n_rows` that is read in one piece, where that has `swept_rows`: see Plan.swept_rows."""
-    return min(1.0, swept_rows / max(1, n_rows))
-
-
-def run_of(layout: ArrayLayout, wanted: int, sweeping: float) -> int:
-    """`wanted` chunks in a run, if the share of the array that is read in one piece has many such runs; otherwise 1.
-
-    At the ends of a piece are parts of runs that others need, on average one run for both ends.
-    """
-    return wanted if sweeping == 1 or wanted * _RUNS <= layout.n_chunks * sweeping else 1
 
 
 def batches(

@@ -118,9 +118,8 @@ class Recipe:
 
     `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `form` is that of all
     of them, but for those that have `transforms`. `tokens` makes tokens of a matrix, which may be left out of `wanted`,
-    the matrices that minibatches carry. `sweeping` is
-    Plan.swept_rows if the fetches make up a whole epoch, and else 0. `compiled` says that numba is loaded, if it is not
-    yet, because there are loops that need it, or because their work takes longer than that.
+    the matrices that minibatches carry. `sweeps` says that the fetches make up an epoch of all rows. `compiled` says
+    that numba is loaded, if it is not yet, because there are loops that need it, or because their work takes longer.
     """
 
     x: Mapping[str, Sequence[MatrixPart]]
@@ -130,7 +129,7 @@ class Recipe:
     tokens: BoundTokenizer | None = None
     columns: RowColumns = field(default_factory=RowColumns)
     cutting: Cutting = field(default_factory=Cutting)
-    sweeping: int = 0
+    sweeps: bool = False
     compiled: bool = True
 
     def is_wanted(self, name: str) -> bool:

@@ -361,11 +361,11 @@ class Loader(_Dataset):
             # Before the slow steps below: another thread may ask for the state during them.
             self._progress.follow(record)
 
-            sweeping = whole.swept_rows if n_workers == 1 and not position.stretches else 0
+            sweeps = whole.sweeps and n_workers == 1 and not position.stretches
             work = EpochWork(
                 plan=plan,
                 remaining=plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip),
-                recipe=functools.partial(recipes.recipe, plan.epoch, lent, sweeping=sweeping),
+                recipe=functools.partial(recipes.recipe, plan.epoch, lent, sweeps=sweeps),
             )
             if self.options.tune_malloc:
                 keep_freed_memory()

@@ -162,7 +162,9 @@ class LoaderRecipes:
             empty=np.empty if lent is None else lent.empty,
         )
 
-    def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0, ready: bool = False) -> Recipe:
+    def recipe(
+        self, epoch: int, lent: LentMemory | None = None, *, sweeps: bool = False, ready: bool = False
+    ) -> Recipe:
         """How minibatches of an epoch are made, in the memory that a device has lent.
 
         With `ready`, threads that gather also make the minibatches, if they can.
@@ -187,7 +189,7 @@ class LoaderRecipes:
             tokens=None if self.tokenizer is None else self.tokenizer.at(self.seed, epoch),
             columns=self._columns(),
             cutting=self.cutting(ready=ready),
-            sweeping=sweeping,
+            sweeps=sweeps,
             compiled=not self._few or epoch >= EPOCHS_IN_NUMPY,
         )
 
