@@ -7,6 +7,7 @@ be returned, with as many bytes as the listing says.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByt
 
 from zloader.access.scheme import access_errors, is_denial
 from zloader.access.stored_objects import StoredObject
-from zloader.access.zarr_groups import UNDECODABLE, implied_keys, members_of, open_zarr_group
+from zloader.access.zarr_groups import UNDECODABLE, implied_keys, open_zarr_group
 from zloader.common.errors import (
     AccessDeniedError,
     FormatError,
@@ -48,6 +49,8 @@ def is_metadata(key: str) -> bool:
 
 class ListedStore(Store):
     """A read-only wrapper of a zarr store; every read passes through `get`.
+
+    zarr's WrapperStore would pass what newer versions of zarr add, such as `get_sync`, to the wrapped store unchecked.
 
     `sizes` maps the key of each listed object to its bytes. If `all_listed`, other keys are treated as absent without a
     request; otherwise, as on a web server, they are requested. An object may be absent but not empty. In a store that
@@ -233,19 +236,22 @@ def implied_objects(store: Store, url: str, find: Callable[[Iterable[str]], List
         if not (file := find([""])):
             raise StoreNotFoundError(f"found no zarr.json or .zgroup at {url}: check the address")
         return file
+    sizes = {key: entry.size for key, entry in roots.items()}
     try:
-        sizes = {key: entry.size for key, entry in roots.items()}
         group = open_zarr_group(ListedStore(store, url, sizes, all_listed=False))
+        if group.metadata.consolidated_metadata is None:
+            raise FormatError(
+                f"the metadata of {url} is not consolidated, and a web server cannot be listed: run "
+                "zarr.consolidate_metadata on the original store, or convert it with 'zloader convert'"
+            )
+        keys = [implied_keys(path, node) for path, node in group.members(max_depth=None)]
     except ZloaderError:
         raise
     except UNDECODABLE as error:
-        raise FormatError(f"{url} is not a Zarr group: {error}") from error
-    if group.metadata.consolidated_metadata is None:
         raise FormatError(
-            f"the metadata of {url} is not consolidated, and a web server cannot be listed: run "
-            "zarr.consolidate_metadata on the original store, or convert it with 'zloader convert'"
-        )
-    return roots | find(implied_keys(members_of(group, url)))
+            f"the metadata of {url} are not those of a Zarr group ({error}): restore the store or convert it again"
+        ) from error
+    return roots | find(itertools.chain.from_iterable(keys))
 
 
 def _parents(key: str) -> Iterator[str]:
@@ -266,9 +272,7 @@ def _length(byte_range: ByteRequest | None, size: int | None) -> int | None:
     """The length in bytes of a range of an object of `size` bytes; None if it is not known."""
     if isinstance(byte_range, RangeByteRequest):
         return byte_range.end - byte_range.start
-    if isinstance(byte_range, SuffixByteRequest):
-        return byte_range.suffix
-    return size - byte_range.offset if size is not None and isinstance(byte_range, OffsetByteRequest) else size
+    return size if byte_range is None else getattr(byte_range, "suffix", None)
 
 
 def slice_of(byte_range: ByteRequest | None, size: int) -> slice:

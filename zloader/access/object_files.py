@@ -224,9 +224,6 @@ class ObjectFiles(AbstractFileSystem):  # type: ignore[misc]
         try:
             return bytes(self._store.get(key, options={"range": within} if within else {}).bytes())
         except access_errors() as error:
-            if type(error).__name__ == "NotSupportedError" and start and start < 0:  # as in Azure
-                size = self.head(key)["size"]
-                return self.cat_file(path, max(0, size + start), size)
             if status_of(error) == 416:  # the object ends before the range begins
                 return b""
             raise

@@ -6,6 +6,7 @@ Nodes are zarr groups and arrays. Keys are relative to the store.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import lzma
 import math
@@ -115,22 +116,6 @@ def member_of(group: Any, path: str) -> Any:
     return group[path]
 
 
-def members_of(group: zarr.Group, url: str) -> list[tuple[str, Any]]:
-    """All groups and arrays below a group, with their paths. Raises FormatError if zarr cannot read one of them."""
-    try:
-        nodes: list[tuple[str, Any]] = list(group.members(max_depth=None))
-        for _, node in nodes:
-            if isinstance(node, zarr.Array):
-                stored_keys(node)  # raises if the shape is invalid
-    except ZloaderError:
-        raise
-    except UNDECODABLE as error:
-        raise FormatError(
-            f"cannot read the metadata of {url} ({error}): restore the store or convert it again"
-        ) from error
-    return nodes
-
-
 def arrays_below(node: Any) -> list[zarr.Array[Any]]:
     """The array itself, or all arrays below a group; an empty list if the node is neither."""
     nodes = node.members(max_depth=None) if isinstance(node, zarr.Group) else [("", node)]
@@ -142,13 +127,13 @@ def stored_keys(array: Any) -> Iterator[str]:
     return (_key(array, cell) for cell in _cells(array))
 
 
-def implied_keys(nodes: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """The keys of the objects of `(path, node)` pairs: the metadata of Zarr v3 nodes, and the chunks of arrays."""
-    for path, node in nodes:
-        if node.metadata.zarr_format == 3:
-            yield f"{path}/zarr.json"
-        if isinstance(node, zarr.Array):
-            yield from stored_keys(node)
+def implied_keys(path: str, node: Any) -> Iterator[str]:
+    """The keys of the objects of a node: its metadata in Zarr v3, and the chunks of an array.
+
+    Raises the errors of zarr if its shape is invalid.
+    """
+    metadata = [f"{path}/zarr.json"] if node.metadata.zarr_format == 3 else []
+    return itertools.chain(metadata, stored_keys(node) if isinstance(node, zarr.Array) else ())
 
 
 def require_objects(keys: Iterable[str], sizes: Mapping[str, int], url: str, *, absent_is_fill: bool = False) -> None:
