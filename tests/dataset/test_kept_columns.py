@@ -92,7 +92,7 @@ def check(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:
     if maybe is not None:
         np.testing.assert_array_equal(maybe, adata.obs["maybe"].iloc[rows].to_numpy("float64", na_value=np.nan))
     others = {name: values for name, values in minibatch.obs.items() if name != "maybe"}
-    check_minibatch(zl.Minibatch(**{**vars(minibatch), "obs": others}), adata)
+    check_minibatch(zl.Minibatch(**{**minibatch, "obs": others}), adata)
     for name, values in minibatch.obsm.items():
         wanted = adata.obsm[name][rows]
         assert values.numpy().dtype == wanted.dtype

@@ -308,7 +308,7 @@ def test_a_modality_with_all_rows_needs_no_map(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         made.write_h5mu(tmp_path / "a.h5mu")
     dataset = zl.open_dataset(tmp_path / "a.h5mu")
-    assert dataset.store.rows_of("rna") is None
+    assert dataset.store.row_of("mod/rna/X") is None
     assert sorted(row for m in zl.Loader(dataset, x=["rna:X", "prot:X"], batch_size=7) for row in check(m, made)) == [
         *range(30)
     ]

@@ -10,7 +10,6 @@ import itertools
 import logging
 import lzma
 import math
-import re
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -70,8 +69,8 @@ def without_stale(group: zarr.Group, store: Any, url: str) -> zarr.Group:
     consolidated = group.metadata.consolidated_metadata
     if consolidated is None:
         return group
-    nodes = (re.fullmatch(r"(?s)(.+)/(?:zarr\.json|\.zarray|\.zgroup)", key) for key in store.sizes)
-    different = set(consolidated.flattened_metadata) ^ {node[1] for node in nodes if node}
+    nodes = {key.rpartition("/")[0] for key in store.sizes if key.endswith(("/zarr.json", "/.zarray", "/.zgroup"))}
+    different = consolidated.flattened_metadata.keys() ^ nodes
     if not different:
         return group
     log.warning("%s, so they are not used (%s)", _stale(url), listed(sorted(different), 3))

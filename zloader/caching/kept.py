@@ -18,7 +18,7 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -96,6 +96,31 @@ def save_array(
         return None
     directory.verified.record([_array_path(directory, name)])
     return load_array(directory, name, shape=shape, dtype=dtype)
+
+
+def kept_array(
+    directory: MirrorDirectory | None,
+    name: str,
+    windows: Callable[[], Iterable[NDArray[Any]]],
+    *,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> NDArray[Any]:
+    """An array that is kept by this name, memory-mapped. If there is none, it is made of windows, and kept if possible.
+
+    The windows are asked for only when there is room for all of them, or when they go to memory.
+    """
+    found = None
+    if directory is not None:
+        found = load_array(directory, name, shape=shape, dtype=dtype)
+        if found is None:
+            found = save_array(directory, name, windows(), shape=shape, dtype=dtype)
+    if found is None:
+        found, filled = np.empty(shape, dtype), 0
+        for values in windows():
+            found[filled : filled + len(values)] = values
+            filled += len(values)
+    return found
 
 
 def _array_path(directory: MirrorDirectory, name: str) -> Path:

@@ -25,8 +25,9 @@ from zloader.conversion.sources.inputs import Input, Sources, open_inputs
 from zloader.conversion.writing.destination import MARKER
 from zloader.conversion.writing.elements import library_settings
 from zloader.conversion.writing.encode import working_bytes
-from zloader.dataset.dataset import Dataset, open_dataset
+from zloader.dataset.dataset import Dataset
 from zloader.dataset.h5ad import OpenedFile
+from zloader.dataset.open_dataset import open_dataset
 from zloader.selecting.gene_names import GenesBy
 
 _THREADS = 8  # enough to hide the latency of S3; on a machine with few cores they cost nothing

@@ -1,151 +1,49 @@
-"""`zl.open_dataset`, the datasets that it returns, and views of some of their rows or genes.
+"""Datasets, and views of some of their rows or genes.
 
-A Dataset is a Table whose rows and genes can be chosen: by conditions, slices and splits. A View shares the stores of
-its dataset. It adds a set of rows, at one bit per row of the dataset, or a panel of genes.
+A Dataset is a Table whose rows and genes can be chosen: by conditions, slices, splits and statistics. A View shares the
+stores of its dataset. It adds a set of rows, at one bit per row of the dataset, or a panel of genes.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
-from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, overload
 
 import numpy as np
 
-from zloader.access.location import Location, location_of
-from zloader.common.errors import OptionError, StoreChangedError
+from zloader.common.deferred import pd
+from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.messages import listed as named
-from zloader.common.messages import printable, warn_user
-from zloader.common.options import Cache
+from zloader.common.messages import printable
+from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.gene_axis import without_functions
+from zloader.dataset.gene_statistics import StatisticsPass
 from zloader.dataset.matrices import Matrices, Panel
 from zloader.dataset.obs import Observations
-from zloader.dataset.opening import open_all
+from zloader.dataset.opening import OpenedStores
 from zloader.dataset.splits import BLOCK_ROWS, Names, Shares, dealt_in_blocks, listed, parts_of_rows
+from zloader.dataset.store import OpenedStore
 from zloader.dataset.table import Table
 from zloader.dataset.views import Condition, RowSet, moved, rows_matching
-from zloader.order.sampling import Sampling
-from zloader.selecting.gene_names import GeneJoin, GenesBy
+from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import GeneChoice
 from zloader.selecting.rows import RowChoice, positions_of, range_of
+from zloader.transforms.statistics import GeneStatistics
+from zloader.transforms.transform import Transform
+from zloader.transforms.variable_genes import Choosing
 
-URL = str | os.PathLike[str]
 _AS_STORED = GeneJoin()
 _NAMES = 30  # of each group in HTML
-
-
-def open_locations(
-    locations: Sequence[Location],
-    cache: Cache | None,
-    *,
-    offline: bool = False,
-    rule: GeneJoin = _AS_STORED,
-    warn: bool = False,
-) -> Dataset:
-    """Opens the stores at some locations as one Dataset. Raises FormatError if their genes cannot be joined.
-
-    With `warn`, joins that lose most genes are warned about.
-    """
-    opened = open_all(locations, cache, offline=offline)
-    matrices = Matrices(opened, without_functions(opened.stores, rule))
-    lost = matrices.lost if len(opened.stores) > 1 or not rule.as_stored else ""
-    if warn and lost:
-        warn_user(lost)
-    return Dataset(opened, Observations(opened), matrices)
-
-
-@answers
-def open_dataset(
-    url: URL | Sequence[URL],
-    *,
-    cache: str | os.PathLike[str] | Cache | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    offline: bool = False,
-    join: Literal["inner", "outer"] | Sequence[str] | None = None,
-    genes_by: GenesBy = None,
-) -> Dataset:
-    """Opens an AnnData Zarr store, or several stores in the given order, as one Dataset.
-
-    >>> import zloader as zl
-    >>> dataset = zl.open_dataset("atlas.zarr", cache="cache")
-    >>> dataset.n_obs, dataset.n_vars, dataset.obs_columns
-    (1000, 50, ['cell_type', 'donor', 'n_counts'])
-
-    - `url`: a local path, or a URL that begins with `file://`, `s3://`, `gs://`, `az://`, `abfs://`, `hf://`, `http://`
-      or `https://`; or a list of them. Each is an AnnData or MuData store, an .h5ad or .h5mu file, or an annbatch
-      collection.
-    - `cache`: the directory, or zl.Cache, that keeps mirrors of the stores, best on a local NVMe disk. With None, every
-      epoch reads from the stores.
-    - `storage_options`: options for all URLs. For S3 those of s3fs (key, secret, token, anon, profile, endpoint_url,
-      requester_pays, client_kwargs); for GCS token, requester_pays and endpoint_url; for Azure account_name,
-      account_key, sas_token, connection_string and others; for the Hub token and endpoint; for web servers headers, and
-      query for that of a signed address, which a URL may have itself. They are part of a pickled dataset.
-    - `offline`: open from the cache alone, without any network request. Reading values that are not in the cache then
-      raises ReadError.
-    - `join`: the genes of several stores. With None, all stores need the same genes in the same order. "inner" takes
-      the genes that every store has and "outer" all genes, in the order of `anndata.concat`. A list takes exactly
-      these genes in this order, also those that no store has. Genes that a store lacks are zeros.
-    - `genes_by`: what names the genes, also for joining them. With None, var_names. Otherwise the var column of that
-      name, such as "ensembl_id"; or a mapping from names to new ones, such as orthologs; or a function of a name, such
-      as str.upper. A gene without a new name keeps its own. A list has one of these for each store.
-
-    Genes are mapped while minibatches are gathered, so no store is rewritten. The mirrors are those of the stores, and
-    the order of the rows does not depend on `join`.
-
-    >>> merged = zl.open_dataset(["atlas.zarr", "other.zarr"], join="outer")
-    >>> merged.n_obs, merged.n_vars, merged.var_names[-1]
-    (1100, 60, 'gene9')
-
-    Opening reads metadata only, and the names of genes to join. Raises StoreNotFoundError, AccessDeniedError or
-    FormatError if a store cannot be opened or has genes that cannot be joined, MissingColumnError if a store lacks the
-    column `genes_by`, OptionError for unusable arguments, and CacheError if there is no mirror to open offline. Warns
-    of a join in which more than half of the genes of a store match no gene of the others, with the likely reason.
-    """
-    urls = [url] if isinstance(url, str | bytes) or not isinstance(url, Iterable) else url
-    if cache is not None and not isinstance(cache, Cache):
-        cache = Cache(directory=cast("Path", cache))  # Cache checks the type
-    if isinstance(urls, Mapping):
-        raise OptionError("a dataset has no labels for its stores: pass a list of paths or URLs instead of a mapping")
-    for each_url in urls:
-        if not isinstance(each_url, str | os.PathLike):
-            raise OptionError(
-                f"a store is opened by its path or URL, not by an object of type {type(each_url).__name__}. To make a "
-                "store of an AnnData in memory, run zl.convert(adata, 'x.zarr')"
-            )
-    rule = GeneJoin(join=join, genes_by=genes_by)
-    given = [location_of(each_url, storage_options) for each_url in urls]
-    locations = [found for each in given for found in each.matches(offline=offline)]
-    return open_locations(locations, cache, offline=offline, rule=rule, warn=True)
 
 
 def require_dataset(dataset: Any) -> None:
     """Raises OptionError unless `dataset` is a Dataset, which includes views."""
     if not isinstance(dataset, Dataset):
         raise OptionError(f"dataset must be a Dataset from zl.open_dataset, not {dataset!r:.100}")
-
-
-def _reopen(
-    locations: Sequence[Location],
-    cache: Cache | None,
-    offline: bool,
-    fingerprints: Sequence[tuple[str, str]],
-    rule: GeneJoin,
-) -> Dataset:
-    """Unpickles a Dataset. Raises StoreChangedError if a store has changed since."""
-    dataset = open_locations(locations, cache, offline=offline, rule=rule)
-    for before, found in itertools.zip_longest(fingerprints, _fingerprints(dataset)):
-        if before != found:
-            raise StoreChangedError(f"{(before or found)[0]} has changed since it was opened: open it again")
-    return dataset
-
-
-def _fingerprints(dataset: Dataset) -> list[tuple[str, str]]:
-    return [(store.location.url, store.fingerprint) for store in dataset.stores]
 
 
 def _is_all(chosen: Any) -> bool:
@@ -200,9 +98,12 @@ class Dataset(Table):
     Unpickling opens the stores again, and raises StoreChangedError if one of them has changed.
     """
 
+    def __init__(self, opened: OpenedStores, rule: GeneJoin = _AS_STORED) -> None:
+        """Raises FormatError if the genes of the stores cannot be joined."""
+        super().__init__(opened, Observations(opened), Matrices(opened, without_functions(opened.stores, rule)))
+
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
-        rule = self.matrices.rule
-        return _reopen, (self._opened.locations, self.cache, self._opened.offline, _fingerprints(self), rule)
+        return type(self), (self._opened, self.matrices.rule)
 
     def __repr__(self) -> str:
         head, groups = self._described()
@@ -219,17 +120,15 @@ class Dataset(Table):
 
         It reads metadata only. Columns of a joined var are left out, because they are not known before var is read.
         """
-        stores, of = self.stores, ""
+        stores, of, in_all = self.stores, "", self._opened.in_all
         try:
             if self.whole is not self:
                 has_panel, (n_rows, n_genes) = "var" in (self.matrices.panel or {}), self.whole.shape
                 of = f"the {n_rows} x {n_genes} of " if has_panel else f"the {n_rows} rows of "
             head = f"{type(self).__name__} with n_obs x n_vars = {self.n_obs} x {self.n_vars} of {of}{self.url}"
-            in_all = set.intersection(*(set(store.columns("obs")) for store in stores))
-            groups = {"obs": [name for name in stores[0].columns("obs") if name in in_all]}
+            groups = {"obs": in_all(lambda store: store.columns("obs"))}
             groups["var"] = stores[0].columns("var") if self.matrices.rule.as_stored else []
-            for group in ("obsm", "mod", "layers"):
-                groups[group] = sorted(set.intersection(*(set(store.keys(group)) for store in stores)))
+            groups |= {group: in_all(partial(OpenedStore.keys, group=group)) for group in ("obsm", "mod", "layers")}
         except Exception:  # noqa: BLE001 - a repr must not raise, whatever the metadata hold
             return printable(f"{type(self).__name__} of {self.url}"), {}
         return printable(head), {group: names for group, names in groups.items() if names}
@@ -420,13 +319,96 @@ class Dataset(Table):
             )
         return RowSet.of(wanted[own])
 
-    def sampled(self, sampling: Sampling) -> Sampling:
-        """A sampling of these rows as a sampling of the rows of `whole`."""
-        return self._rows.sampled(sampling)
-
     def positions(self, numbers: Rows) -> Rows:
         """The positions in this dataset of some rows of `whole`; -1 for rows that it does not have."""
         return self._rows.positions(numbers)
+
+    # ---- statistics of genes
+
+    def gene_statistics(
+        self,
+        x: str = "X",
+        *,
+        transforms: Sequence[Transform] = (),
+        options: FetchOptions | None = None,
+        progress: bool = True,
+    ) -> GeneStatistics:
+        """Mean, variance and non-zeros of each gene over all rows, in one pass. For zl.transforms.Scale.
+
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> statistics = dataset.gene_statistics(transforms=[zl.transforms.LogNormalize(1e4)])
+        >>> statistics.n_obs, statistics.mean.shape
+        (1000, (50,))
+
+        - `x`: the matrix, `"X"`, `"layers/NAME"` or `"raw/X"`.
+        - `transforms`: applied before, as by a Loader with seed 0 in epoch 0; those that keep zeros zero. They see all
+          genes, also those that a panel `dataset[:, genes]` lacks.
+        - `options`: the options of a Loader for reading.
+        - `progress`: whether to draw a progress bar if stderr is a terminal.
+
+        Sums are in float64. The cache keeps the result for these rows, this matrix and these transforms. Raises the
+        errors of a Loader with the same arguments.
+        """
+        chosen = self.matrices.chosen(x)
+        found = StatisticsPass(self, x, transforms, None, options, progress=progress).statistics()
+        return found if chosen is None else found.at(chosen.positions)
+
+    def highly_variable_genes(  # noqa: PLR0913 - all but one are keyword-only, and those of scanpy
+        self,
+        n_top_genes: int | None = Choosing.n_top_genes,
+        *,
+        flavor: str = Choosing.flavor,
+        batch_key: str | None = None,
+        x: str = "X",
+        transforms: Sequence[Transform] = (),
+        span: float = Choosing.span,
+        n_bins: int = Choosing.n_bins,
+        min_mean: float = Choosing.min_mean,
+        max_mean: float = Choosing.max_mean,
+        min_disp: float = Choosing.min_disp,
+        max_disp: float = Choosing.max_disp,
+        options: FetchOptions | None = None,
+        progress: bool = True,
+    ) -> pd.DataFrame:
+        """The table of `scanpy.pp.highly_variable_genes(inplace=False)`, with a row per gene, without x in memory.
+
+        Of a panel, the genes are chosen among its own, and the table has no others.
+
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> log = zl.transforms.LogNormalize(1e4)
+        >>> table = dataset.highly_variable_genes(10, flavor="seurat", transforms=[log], batch_key="donor")
+        >>> loader = zl.Loader(dataset[:, table["highly_variable"]], transforms=[log])
+        >>> next(iter(loader)).x.shape[1]
+        10
+
+        - `n_top_genes`: how many genes to choose. None chooses by the limits of mean and dispersion instead, which
+          `"seurat_v3"` does not have.
+        - `flavor`: `"seurat_v3"` takes counts and makes two passes; it needs the extra `genes`. `"seurat"` and
+          `"cell_ranger"` take logarithms and make one.
+        - `batch_key`: an obs column. Genes are chosen in the rows of each of its values, and the choices are merged.
+        - `x`, `transforms`, `options` and `progress`: as in `gene_statistics`. Without transforms, x is taken as it is,
+          so give LogNormalize if it has counts and the flavor takes logarithms.
+        - `span`: the share of the genes in each local regression of `"seurat_v3"`.
+        - `n_bins`: the number of bins of `"seurat"`, in which genes of similar means are compared.
+        - `min_mean`, `max_mean`, `min_disp`, `max_disp`: limits of the mean and of the scaled dispersion, exclusive.
+
+        The cache keeps the sums of each pass, so another choice from the same rows reads nothing. Warns of values that
+        are no counts, as scanpy does. Raises OptionError for rows whose batch is missing and batches of a single row,
+        and the errors of `gene_statistics`.
+        """
+        choosing = Choosing(
+            n_top_genes=n_top_genes,
+            flavor=flavor,
+            span=span,
+            n_bins=n_bins,
+            min_mean=min_mean,
+            max_mean=max_mean,
+            min_disp=min_disp,
+            max_disp=max_disp,
+        )
+        return StatisticsPass(self, x, transforms, batch_key, options, progress=progress).variable_genes(choosing)
 
 
 @answers
@@ -452,7 +434,7 @@ class View(Dataset):
     """
 
     def __init__(self, whole: Dataset, chosen: RowSet | None, matrices: Matrices) -> None:
-        super().__init__(whole._opened, whole.observations, matrices, chosen)
+        Table.__init__(self, whole._opened, whole.observations, matrices, chosen)
         self._whole = whole
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:

@@ -129,7 +129,7 @@ def is_outdated(node: Any) -> bool:
 def renewed(path: str, node: Any, labels: Callable[[str], Any]) -> Any:
     """An outdated frame, or obsm, as a group in memory in today's form.
 
-    `labels` returns the labels of a column of records, which lie in uns, or None. Raises any error of anndata.
+    `labels` returns the labels of a column of records, given their path in uns, or None. Raises any error of anndata.
     """
     group = zarr.open_group(MemoryStore(), mode="w", zarr_format=2)
     with warnings.catch_warnings():
@@ -146,7 +146,7 @@ def _frame_of(columns: dict[str, Any], labels: Callable[[str], Any]) -> pd.DataF
     """The frame of some records, whose first field is the index."""
     frame = pd.DataFrame(columns)
     for name in frame:
-        if (found := labels(str(name))) is None:
+        if (found := labels(f"uns/{name}_categories")) is None:
             continue
         categories = np.atleast_1d(found)
         if (frame[name] < len(categories)).all():  # else they are those of a column of var

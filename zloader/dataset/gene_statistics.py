@@ -18,23 +18,23 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.directory import MirrorDirectory
 from zloader.caching.kept import load_array, save_array
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed, warn_user
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays
-from zloader.dataset.matrices import Matrices, as_scipy
+from zloader.dataset.elements import modality_of
+from zloader.dataset.matrices import as_scipy
 from zloader.dataset.store import OpenedStore
+from zloader.dataset.table import Table
 from zloader.order.plan import Plan
-from zloader.order.sampling import Sampling
+from zloader.order.shuffling import Streaming
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.reading.resources import BufferPool
 from zloader.selecting.columns import ObsColumn, is_time
-from zloader.selecting.genes import ChosenGenes
 from zloader.transforms.normalizing import LogNormalize
 from zloader.transforms.statistics import GeneStatistics, Moments, Numbers, statistics_of
 from zloader.transforms.transform import Transform, transforms_of
@@ -95,30 +95,40 @@ class _Part(dict[int, Sums]):
         return sum(each.nbytes for each in self.values())
 
 
-@dataclass(frozen=True, kw_only=True)
 class StatisticsPass:
-    """A pass over the rows of a dataset or view, of a matrix `x` with transforms.
+    """A pass over the rows of a dataset or view: a matrix `x` with transforms, by the values of an obs column.
 
-    `sampling` is one of all `dataset_rows` rows that yields these rows in order. `fingerprint` is that of the dataset
-    or view. `directory` is where the cache keeps the result, or None. It keeps none with transforms of the user's own,
-    because nothing tells when their code changes. Raises OptionError for transforms that do not fit.
+    All genes are summed up, also those that a panel lacks. The cache keeps the result, but not with transforms of the
+    user's own, because nothing tells when their code changes. Raises OptionError for rows without a batch and batches
+    of a single row, and the errors of a Loader.
     """
 
-    matrices: Matrices
-    x: str
-    transforms: Sequence[Transform]
-    fingerprint: str
-    dataset_rows: int
-    sampling: Sampling
-    batches: Batches
-    directory: MirrorDirectory | None
-    options: FetchOptions
-    progress: bool
-
-    @property
-    def n_obs(self) -> int:
-        """The number of rows."""
-        return self.sampling.n_rows(self.dataset_rows)
+    def __init__(
+        self,
+        table: Table,
+        x: str,
+        transforms: Sequence[Transform],
+        batch_key: str | None,
+        options: FetchOptions | None,
+        *,
+        progress: bool,
+    ) -> None:
+        modality = modality_of(x)
+        if modality in table.modalities and not (has := table.present(modality)).all():
+            raise OptionError(
+                f"the modality {modality!r} lacks {np.count_nonzero(~has)} of the {table.n_obs} rows, which would "
+                f"count as zeros: take its own with dataset.where(dataset.present({modality!r}))"
+            )
+        self.table, self.x, self.transforms, self.progress = table, x, transforms, progress
+        self.matrices, self.n_obs, self.dataset_rows = (
+            table.matrices.of_all_genes,
+            table.n_obs,
+            table.observations.n_rows,
+        )
+        self.options = options or FetchOptions()
+        self.batches = Batches(n_obs=np.array([table.n_obs]))
+        if batch_key is not None:
+            self.batches = _batches_of(batch_key, table)
 
     def statistics(self) -> GeneStatistics:
         """The statistics of all genes over all rows, from the cache if they are there."""
@@ -136,15 +146,16 @@ class StatisticsPass:
         recipe, genes = self._recipe(sum_up), self.matrices.gene_names(self.x)
         transforms = recipe.transforms[self.x].transforms if recipe.transforms else ()
         own = not all(type(each).__module__.startswith("zloader.transforms.") for each in transforms)
-        if self.directory is None or own:
+        directory = self.table.directory
+        if directory is None or own:
             return self._summed(recipe, sum_up, title)
-        dependencies = (self.fingerprint, self.x, name, self.batches.name, [str(gene) for gene in genes])
+        dependencies = (self.table.fingerprint, self.x, name, self.batches.name, [str(gene) for gene in genes])
         kept, shape = f"gene_statistics/{_key(dependencies, transforms)}", (len(self.batches.n_obs), 3, len(genes))
-        stored = load_array(self.directory, kept, shape=shape, dtype=np.dtype(np.float64))
+        stored = load_array(directory, kept, shape=shape, dtype=np.dtype(np.float64))
         if stored is not None:
             return np.array(stored)
         found = self._summed(recipe, sum_up, title)
-        save_array(self.directory, kept, [found], shape=shape, dtype=found.dtype)
+        save_array(directory, kept, [found], shape=shape, dtype=found.dtype)
         return found
 
     def _recipe(self, sum_up: SumUp) -> Recipe:
@@ -170,7 +181,8 @@ class StatisticsPass:
     def _summed(self, recipe: Recipe, sum_up: SumUp, title: str) -> Numbers:
         from zloader.common.progress import progress_bars  # imports rich
 
-        plan = Plan(dataset_rows=self.dataset_rows, sampling=self.sampling, batch_size=_PART_ROWS, fetch_factor=_PARTS)
+        rows = self.table.sampled(Streaming())
+        plan = Plan(dataset_rows=self.dataset_rows, sampling=rows, batch_size=_PART_ROWS, fetch_factor=_PARTS)
         scheduler = FetchScheduler(recipe, self.options, BufferPool())
         merged: dict[int, Any] = {}
         with progress_bars(shown=self.progress, unit="rows") as bars:
@@ -187,21 +199,20 @@ class StatisticsPass:
 
     # ---- highly variable genes
 
-    def variable_genes(
-        self, choosing: Choosing, genes: ChosenGenes | None, stores: Iterable[OpenedStore]
-    ) -> pd.DataFrame:
-        """The table of the genes that may be chosen (None for all). `stores` say of which base the logarithms are.
+    def variable_genes(self, choosing: Choosing) -> pd.DataFrame:
+        """The table of the genes that may be chosen: all, or those of a panel.
 
         Raises OptionError for fewer than two rows, and the errors of zloader.transforms.variable_genes.
         """
         if self.n_obs < 2:
             raise OptionError(f"highly variable genes need at least 2 rows, and there are {self.n_obs}")
+        genes = self.table.matrices.chosen(self.x)
         at: Any = slice(None) if genes is None else genes.positions
         names = self.matrices.gene_names(self.x)[at]
         if choosing.of_counts:
             return self._of_counts(choosing, at, names)
         if choosing.flavor == "seurat":
-            base = _base(self.transforms, stores)
+            base = _base(self.transforms, self.table.stores)
             factor = None if base is None else np.log(base)
             moments = self._numbers(f"moments of expm1 {factor}", partial(_exponentials, factor))[:, :, at]
         else:
@@ -252,11 +263,12 @@ def _described(value: Any) -> Any:
     return value
 
 
-def batches_of(name: str, of_rows: ObsColumn, column: ObsColumn) -> Batches:
-    """The batches of some rows by an obs column, given it for these rows and for all.
+def _batches_of(name: str, table: Table) -> Batches:
+    """The batches of the rows of a table by an obs column.
 
     Raises OptionError for rows without a label, and for batches of a single row, which has no variance.
     """
+    of_rows = table.obs_column(name)
     values, n_obs = np.unique(of_rows.values, return_counts=True)
     missing = values == -1 if of_rows.categories is not None else pd.isna(values)
     if missing.any():
@@ -271,7 +283,7 @@ def batches_of(name: str, of_rows: ObsColumn, column: ObsColumn) -> Batches:
             f"batches of obs column {name!r} that have a single row, and so no variance: {listed(alone, 3)}. Leave "
             "these rows out, or take another column"
         )
-    return Batches(n_obs=n_obs, name=name, values=values, labels=list(labels), column=column)
+    return Batches(n_obs=n_obs, name=name, values=values, labels=list(labels), column=table.observations.column(name))
 
 
 def _base(transforms: Sequence[Transform], stores: Iterable[OpenedStore]) -> float | None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
-from zloader.caching.kept import load_array, save_array
+from zloader.caching.kept import kept_array
 from zloader.common.errors import CorruptChunkError, FormatError, StoreChangedError, ZloaderError
 from zloader.common.options import Cache
 from zloader.common.other_formats import conversion_of_10x, conversion_of_hdf5, why_unreadable
@@ -205,14 +205,12 @@ class OpenedFile(OpenedStore):
     def _chunk_table(self, path: str, array: Any) -> Any:
         if array.native.chunks is None or array.n_chunks <= _FEW_CHUNKS:
             return array.chunk_table()
-        key, directory, table = f"/chunks/{path}", self.mirror_directory, None
-        if directory is not None:
-            table = load_array(directory, key, shape=(array.n_chunks, 3), dtype=np.dtype(np.uint64))
-        if table is None:
-            table = self._passing(path).chunk_table()
-            if directory is not None:
-                save_array(directory, key, [table], shape=table.shape, dtype=table.dtype)
-        return table
+
+        def tables() -> Iterator[NDArray[np.uint64]]:
+            yield self._passing(path).chunk_table()
+
+        name, shape = f"/chunks/{path}", (array.n_chunks, 3)
+        return kept_array(self.mirror_directory, name, tables, shape=shape, dtype=np.dtype(np.uint64))
 
     def _genes_layout(self, path: str, n_genes: int) -> ArrayLayout:
         """In the smallest dtype, as 'zloader convert' writes them: a quarter less in memory and in the mirror."""

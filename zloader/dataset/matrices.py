@@ -62,6 +62,7 @@ class Matrices:
         self._panels: dict[str, ChosenGenes] = {}  # by frame
         self._axes: dict[str, GeneAxis] = {}
         self._vars: dict[str, pd.DataFrame] = {}
+        self._layouts: dict[str, list[MatrixLayout]] = {}  # by matrix
 
     def with_panel(self, panel: Panel | None) -> Matrices:
         """The same matrices with the genes of a panel, or with all."""
@@ -113,9 +114,8 @@ class Matrices:
     @property
     def names(self) -> list[str]:
         """The values that `x` may take: X, raw/X and the layers that every store has."""
-        first, *others = (store.matrix_names for store in self._stores)
         of = [None, *self.modalities]
-        return [name for name in first if modality_of(name) in of and all(name in names for names in others)]
+        return [name for name in self._opened.in_all(lambda store: store.matrix_names) if modality_of(name) in of]
 
     def axis(self, frame: str) -> GeneAxis:
         """The genes of `"var"` or `"raw/var"`. Raises FormatError if the stores have genes that cannot be joined."""
@@ -134,18 +134,17 @@ class Matrices:
             return sum(self.of_all_genes._length(frame_of(f"{each}:X")) for each in self.modalities)
         if not self.rule.as_stored:
             return len(self.axis(frame).names)
-        return self._stores[0].n_vars if frame == "var" else self._stores[0].length(frame)
+        return self._stores[0].length(frame)
 
     @property
     def modalities(self) -> list[str]:
         """The modalities that every store has; none in an AnnData."""
-        first, *others = (store.modalities for store in self._stores)
-        return [name for name in first if all(name in names for names in others)]
+        return self._opened.in_all(lambda store: store.modalities)
 
     def present(self, modalities: Iterable[str | None]) -> dict[str, NDArray[np.bool_]]:
         """For each of some modalities, which rows of the dataset it has. None stands for the whole."""
         found = dict.fromkeys(each for each in modalities if each is not None)
-        return {each: np.concatenate([store.has_rows(each) for store in self._stores]) for each in found}
+        return {each: np.concatenate([_has_rows(store, f"mod/{each}/X") for store in self._stores]) for each in found}
 
     @property
     def lost(self) -> str:
@@ -199,6 +198,8 @@ class Matrices:
 
     def layouts(self, name: str) -> list[MatrixLayout]:
         """How each store lays out a matrix. Raises FormatError if it cannot be read, or does not fit obs and var."""
+        if isinstance(name, str) and name in self._layouts:
+            return self._layouts[name]
         layouts = concurrently(lambda store: store.matrix(name), self._stores)
         self._require_few_to_transpose(name, layouts)
         for store, layout in zip(self._stores, layouts, strict=True):
@@ -210,6 +211,7 @@ class Matrices:
                 )
         if frame_of(name).endswith("raw/var") and len(layouts) > 1:
             self.axis(frame_of(name))
+        self._layouts[name] = layouts
         return layouts
 
     def _require_few_to_transpose(self, name: str, layouts: Sequence[MatrixLayout]) -> None:
@@ -335,6 +337,12 @@ class Matrices:
         dtype = "float32" if np.result_type(*dtypes) == np.float16 else np.result_type(*dtypes).name
         recipe = Recipe(x={x: parts}, form=Form(dense=all(part.matrix.genes is None for part in parts), dtype=dtype))
         return read_at_once(recipe, rows, options).x[x]
+
+
+def _has_rows(store: OpenedStore, path: str) -> NDArray[np.bool_]:
+    """Which rows of a store the modality of an element has."""
+    row_of = store.row_of(path)
+    return np.ones(store.n_obs, bool) if row_of is None else row_of >= 0
 
 
 def used_categories(frame: pd.DataFrame) -> pd.DataFrame:

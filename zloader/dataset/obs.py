@@ -50,6 +50,7 @@ from zloader.selecting.columns import (
     unfit_obs,
 )
 from zloader.selecting.groups import shares
+from zloader.selecting.row_maps import RowMap
 from zloader.storage.metadata import stored_length
 
 NAME_BYTES = 100  # of an obs name as a Python string, with its place in an Index
@@ -96,18 +97,17 @@ class ObsFrame:
 
 
 class StoreColumns:
-    """The obs columns of one store, or of one of its modalities, in `frame`."""
+    """The obs columns of one store: those of the whole, and `rna:NAME` of the modality rna.
 
-    def __init__(self, store: OpenedStore, frame: str = "obs") -> None:
-        self.store, self._frame = store, frame
+    A column of a modality has the rows of the whole, and a missing value where the modality lacks the row.
+    """
 
-    @cached_property
-    def _n_rows(self) -> int:
-        return self.store.n_obs if self._frame == "obs" else self.store.length(self._frame)
+    def __init__(self, store: OpenedStore) -> None:
+        self.store = store
 
     def path(self, name: str) -> str:
         """The path of a column."""
-        return f"{self._frame}/{name}"
+        return self.store.obs_paths[name]
 
     def is_coded(self, name: str) -> bool:
         """Whether a column has codes and categories, from metadata."""
@@ -136,6 +136,12 @@ class StoreColumns:
         Of labels and of plain numbers, only these rows are in memory if the store has a mirror.
         """
         path = self.path(name)
+        if (row_of := self.store.row_of(path)) is not None:
+            return _over_all_rows(self._column(name, None), row_of if rows is None else row_of[rows])
+        return self._column(name, rows)
+
+    def _column(self, name: str, rows: Rows | None) -> Any:
+        path = self.path(name)
         if self.is_coded(name):
             categories = self._categories(path, self.store.element(f"{path}/categories"))
             codes, ordered = self._codes(name, len(categories)), self.store.node(path).attrs.get("ordered")
@@ -153,6 +159,8 @@ class StoreColumns:
         Strings are coded in windows, so that a window of them is in memory at a time.
         """
         path = self.path(name)
+        if self.store.row_of(path) is not None:
+            return as_numbers(name, self.column(name))
         if self.is_coded(name):  # distinct strings and integers are labels without pandas
             stored = self.store.element(f"{path}/categories")
             plain = plain_labels(stored)
@@ -195,58 +203,25 @@ class StoreColumns:
         self._require_shape(name, array.shape)
         chunk = max(1, array.chunks[0])  # a shard may hold the whole column
         step = max(1, _WINDOW_ROWS // chunk) * chunk
-        strings = StringCoder(self._n_rows)
-        for start in range(0, self._n_rows, step):
+        strings = StringCoder(array.shape[0])
+        for start in range(0, array.shape[0], step):
             missing = None if mask is None else self.store.window(mask, start, start + step)
             strings.add(self.store.window(values, start, start + step), missing)
         return of_strings(strings)
 
     def _require_shape(self, name: str, shape: tuple[int, ...] | None) -> None:
-        if shape != (self._n_rows,):
+        if shape != (n_rows := self.store.rows_at(self.path(name)),):
             raise FormatError(
-                f"obs column {name!r} of {self.store.location.url} has shape {shape}, but the store has "
-                f"{self._n_rows} rows: the store is damaged"
+                f"obs column {name!r} of {self.store.location.url} has shape {shape}, but the store has {n_rows} rows: "
+                "the store is damaged"
             )
 
 
-class WholeColumns(StoreColumns):
-    """The obs columns of a store with modalities: those of the whole, and `rna:NAME` of the modality rna.
-
-    A column of a modality has the rows of the whole, and a missing value where the modality lacks the row. It is made
-    when it is used, from one that is read whole.
-    """
-
-    def __init__(self, store: OpenedStore) -> None:
-        super().__init__(store)
-        self._of = {name: StoreColumns(store, f"mod/{name}/obs") for name in store.modalities}
-
-    def path(self, name: str) -> str:
-        found = self.store.modality_of_column(name)
-        return super().path(name) if found is None else self._of[found[0]].path(found[1])
-
-    def column(self, name: str, rows: Rows | None = None) -> Any:
-        found = self.store.modality_of_column(name)
-        if found is None:
-            return super().column(name, rows)
-        column, row_of = self._of[found[0]].column(found[1]), self.store.rows_of(found[0])
-        if row_of is None:
-            return column[slice(None) if rows is None else rows]
-        row_of = row_of if rows is None else row_of[rows]
-        if isinstance(column, np.ndarray) and (row_of < 0).any() and column.dtype.kind in "iubOT":
-            column = pd.array(column)  # which can be missing
-        return pd.api.extensions.take(column, row_of, allow_fill=True)
-
-    def numbers(self, name: str) -> ObsColumn:
-        if self.store.modality_of_column(name) is None:
-            return super().numbers(name)
-        numbers = as_numbers(name, self.column(name))
-        # A copy, because the cache keeps what is memory-mapped under the path of a column of the whole.
-        return replace(numbers, values=np.array(numbers.values))
-
-
-def columns_of(store: OpenedStore) -> StoreColumns:
-    """The obs columns of a store, with those of its modalities."""
-    return WholeColumns(store) if store.modalities else StoreColumns(store)
+def _over_all_rows(column: Any, row_of: RowMap) -> Any:
+    """A column of a modality, with missing values in the rows that it lacks."""
+    if isinstance(column, np.ndarray) and (row_of < 0).any() and column.dtype.kind in "iubOT":
+        column = pd.array(column)  # which can be missing
+    return pd.api.extensions.take(column, row_of, allow_fill=True)
 
 
 # ---- all stores
@@ -260,7 +235,7 @@ class Observations:
         self._stores = opened.stores
         self._directory = opened.mirror_directory
         self._names = [ObsNames(store) for store in opened.stores]
-        self._of_stores = [columns_of(store) for store in opened.stores]
+        self._of_stores = [StoreColumns(store) for store in opened.stores]
         self._columns: dict[str, ObsColumn] = {}
         self.arrays = ObsmArrays(opened)
 
@@ -272,8 +247,7 @@ class Observations:
     @cached_property
     def column_names(self) -> list[str]:
         """Names of the obs columns that every store has, in the order of the first store."""
-        first, *others = (store.obs_columns for store in self._stores)
-        return [name for name in first if all(name in columns for columns in others)]
+        return self._opened.in_all(lambda store: store.obs_paths)
 
     @cached_property
     def _ends(self) -> Rows:
@@ -381,7 +355,7 @@ class Observations:
     def require_columns(self, names: Sequence[str]) -> None:
         """Raises MissingColumnError for the first name that some store lacks."""
         for name in names:
-            self._opened.require_in_all(f"obs column {name!r}", name, lambda store: store.obs_columns)
+            self._opened.require_in_all(f"obs column {name!r}", name, lambda store: store.obs_paths)
 
     def require_usable(self, names: Sequence[str]) -> None:
         """Raises the error for the first column that some store lacks or that is no tensor, from metadata alone.

@@ -7,13 +7,13 @@ An array of the modality rna is named `rna:NAME`. Rows that the modality lacks a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.kept import has_array, load_array, save_array
+from zloader.caching.kept import has_array, kept_array
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, ZloaderError
 from zloader.common.locks import cached_property
@@ -44,8 +44,7 @@ class ObsmArrays:
     @cached_property
     def names(self) -> list[str]:
         """Their names: sorted, and then those of modalities."""
-        first, *others = (store.obsm_paths for store in self._stores)
-        return [name for name in first if all(name in paths for paths in others)]
+        return self._opened.in_all(lambda store: store.obsm_paths)
 
     def modality_of(self, name: str) -> str | None:
         """The modality that an entry belongs to; None for one of the whole."""
@@ -98,21 +97,23 @@ class ObsmArrays:
 
     def _read(self, name: str) -> NDArray[Any]:
         """The arrays of all stores as one array, memory-mapped if there is a cache."""
-        path, joint, column = self._path(name), self._directory, None
+        path = self._path(name)
         if len(self._stores) == 1 and self._stores[0].row_of(path) is None:
             return self._stores[0].whole(path)
         nodes = [store.node(path) for store in self._stores]
-        shape = sum(store.n_obs for store in self._stores), *nodes[0].shape[1:]
-        dtype = np.result_type(*(node.dtype.newbyteorder("=") for node in nodes))
-        if joint is not None:
-            column = load_array(joint, f"/obsm/{name}", shape=shape, dtype=dtype)
-        if column is not None:  # and the arrays of the stores are not read
-            return column
-        arrays = concurrently(lambda store: _over_all_rows(store, path), self._stores)
-        require_exact(f"obsm/{name}", arrays)
-        if joint is not None:
-            column = save_array(joint, f"/obsm/{name}", arrays, shape=shape, dtype=dtype)
-        return np.concatenate(arrays) if column is None else column
+
+        def of_stores() -> Iterator[NDArray[Any]]:
+            arrays = concurrently(lambda store: _over_all_rows(store, path), self._stores)
+            require_exact(f"obsm/{name}", arrays)
+            yield from arrays
+
+        return kept_array(
+            self._directory,
+            f"/obsm/{name}",
+            of_stores,
+            shape=(sum(store.n_obs for store in self._stores), *nodes[0].shape[1:]),
+            dtype=np.result_type(*(node.dtype.newbyteorder("=") for node in nodes)),
+        )
 
     def require(self, names: Sequence[str]) -> None:
         """Raises the error that `whole` would raise for the first unusable name, from metadata alone."""

@@ -7,10 +7,12 @@ must be converted first, such as a 10x directory, is refused with how to convert
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
@@ -18,7 +20,7 @@ from zloader.access.zarr_groups import no_codec_warnings
 from zloader.caching.directory import MirrorDirectory, open_mirror_directory, place_of
 from zloader.caching.kept import load_listing
 from zloader.common.concurrent_calls import concurrently
-from zloader.common.errors import FormatError, MissingColumnError, OptionError
+from zloader.common.errors import FormatError, MissingColumnError, OptionError, StoreChangedError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache
 from zloader.common.other_formats import conversion_of_folder, why_unreadable
@@ -89,11 +91,23 @@ class OpenedStores:
         """One fingerprint for all stores; it changes when an object of any store changes."""
         return joint_fingerprint([store.fingerprint for store in self.stores])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened_again, (self.locations, self.cache, self.offline, self._fingerprints)
+
+    @property
+    def _fingerprints(self) -> list[tuple[str, str]]:
+        return [(store.location.url, store.fingerprint) for store in self.stores]
+
+    def in_all(self, names: Callable[[OpenedStore], Collection[str]]) -> list[str]:
+        """Those names that every store has, in the order of the first."""
+        first, *others = map(names, self.stores)
+        return [name for name in first if all(name in known for known in others)]
+
     def require_in_all(self, what: str, name: str, names: Callable[[OpenedStore], Collection[str]]) -> None:
         """Raises MissingColumnError unless `name` is among the names that each store has."""
         for store in self.stores:
             if not isinstance(name, str) or name not in names(store):
-                known = [each for each in names(self.stores[0]) if all(each in names(other) for other in self.stores)]
+                known = self.in_all(names)
                 raise MissingColumnError(
                     f"there is no {what} in {store.location.url}; there are: {', '.join(map(repr, known)) or 'none'}"
                     f"{suggestion(name, known)}"
@@ -114,6 +128,17 @@ def open_all(locations: Sequence[Location], cache: Cache | None, *, offline: boo
         stores=stores,
         mirror_directory=_mirror_directory(stores, cache),
     )
+
+
+def _opened_again(
+    locations: Sequence[Location], cache: Cache | None, offline: bool, fingerprints: Sequence[tuple[str, str]]
+) -> OpenedStores:
+    """Unpickles opened stores. Raises StoreChangedError if one of them has changed since."""
+    opened = open_all(locations, cache, offline=offline)
+    for before, found in itertools.zip_longest(fingerprints, opened._fingerprints):
+        if before != found:
+            raise StoreChangedError(f"{(before or found)[0]} has changed since it was opened: open it again")
+    return opened
 
 
 def _mirror_directory(stores: Sequence[OpenedStore], cache: Cache | None) -> MirrorDirectory | None:

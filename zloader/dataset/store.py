@@ -32,7 +32,7 @@ from zloader.access.zarr_groups import (
     without_stale,
 )
 from zloader.caching.directory import open_mirror_directory
-from zloader.caching.kept import CachedMetadataStore, OfflineSource, load_array, save_array, save_listing
+from zloader.caching.kept import CachedMetadataStore, OfflineSource, kept_array, save_listing
 from zloader.caching.mirror import Mirror, open_rows
 from zloader.common.concurrent_calls import require_main_thread
 from zloader.common.deferred import pd
@@ -116,7 +116,13 @@ class OpenedStore:
         for needed in ("obs", "var"):
             if needed not in self:
                 raise FormatError(f"{self.location.url} has no {needed}: it is not a complete AnnData store")
-        self.require_axis()
+        axis: Any = self.root.attrs.get("axis", 0)
+        if self.modalities and axis != 0:
+            raise FormatError(
+                f"the modalities of {self.location.url} share {'genes' if axis == 1 else 'rows and genes'} (axis "
+                f"{axis}), and not rows: {'convert' if self.objects.keys() == {''} else 'open'} them one by one, such "
+                f"as {self.location.url.rstrip('/')}/mod/{self.modalities[0]}"
+            )
 
     def _open_group(self) -> Any:
         if not self.objects.keys() & {"zarr.json", ".zgroup"}:
@@ -213,11 +219,7 @@ class OpenedStore:
         if not is_outdated(node):
             return node
         with self.reading(path, node):
-            return renewed(path, node, self._labels_in_uns)
-
-    def _labels_in_uns(self, column: str) -> Any:
-        path = f"uns/{column}_categories"
-        return self.element(path) if path in self else None
+            return renewed(path, node, lambda labels: self.element(labels) if labels in self else None)
 
     def damaged(self, path: str, why: str) -> FormatError:
         """The error that says that an element is damaged, and why."""
@@ -252,11 +254,6 @@ class OpenedStore:
     def n_obs(self) -> int:
         """The number of rows."""
         return self.length("obs")
-
-    @cached_property
-    def n_vars(self) -> int:
-        """The number of genes."""
-        return self.length("var")
 
     def length(self, frame: str) -> int:
         """The number of rows of a frame such as `"raw/var"`, from the shape of its index."""
@@ -345,30 +342,20 @@ class OpenedStore:
             return True
 
     @cached_property
-    def obs_columns(self) -> list[str]:
-        """Names of the obs columns, in the order of the frame, and then those of the modalities."""
-        return [*self.columns("obs"), *self._columns_of_modalities]
-
-    def modality_of_column(self, name: str) -> tuple[str, str] | None:
-        """The modality that an obs column belongs to, and its name there; None for a column of the whole."""
-        return self._columns_of_modalities.get(name)
-
-    @cached_property
-    def _columns_of_modalities(self) -> dict[str, tuple[str, str]]:
-        """The modality and the name there of each obs column of a modality. A column of the whole goes before it."""
-        found: dict[str, tuple[str, str]] = {}
-        for each in self.modalities:
-            for column in self.columns(f"mod/{each}/obs"):
-                found.setdefault(f"{each}:{column}", (each, column))
-        return {name: of for name, of in found.items() if name not in self.columns("obs")}
+    def obs_paths(self) -> dict[str, str]:
+        """The paths of the obs columns by name: those of the whole, and then `rna:NAME` of the modality rna."""
+        return self._with_modalities("obs", self.columns)
 
     @cached_property
     def obsm_paths(self) -> dict[str, str]:
-        """The paths of the obsm entries by name: those of the whole, and then `rna:NAME` of the modality rna."""
-        found = {name: f"obsm/{name}" for name in self.keys("obsm")}
+        """The same of the obsm entries."""
+        return self._with_modalities("obsm", self.keys)
+
+    def _with_modalities(self, group: str, names: Callable[[str], list[str]]) -> dict[str, str]:
+        found = {name: f"{group}/{name}" for name in names(group)}
         for each in self.modalities:
-            for name in self.keys(f"mod/{each}/obsm"):
-                found.setdefault(f"{each}:{name}", f"mod/{each}/obsm/{name}")
+            for name in names(f"mod/{each}/{group}"):  # an entry of the whole goes before
+                found.setdefault(f"{each}:{name}", f"mod/{each}/{group}/{name}")
         return found
 
     def modality_at(self, path: str) -> str | None:
@@ -384,47 +371,27 @@ class OpenedStore:
     def row_of(self, path: str) -> RowMap | None:
         """For each row of the whole, its row in the modality whose element is at a path, or -1.
 
-        None if they are the same rows, and for an element that belongs to no modality.
+        None if they are the same rows, and for an element that belongs to no modality. Raises FormatError if the rows
+        of the modality are not given, or do not exist.
         """
         modality = self.modality_at(path)
-        return None if modality is None else self.rows_of(modality)
+        if modality is None or modality in self._rows:
+            return None if modality is None else self._rows[modality]
+        at, n_rows = f"obsmap/{modality}", self.rows_at(path)
+        if at not in self:
+            raise FormatError(
+                f"{self.location.url} does not say which rows its modality {modality!r} has ({at}): open it with "
+                "mudata 0.2 or later, run mdata.update(), and write it again"
+            )
+        stored, refused = np.asarray(self.element(at)), partial(self.damaged, at)
+        rows = checked_map(stored, n_whole=self.n_obs, n_rows=n_rows, refused=refused)
+        self._rows[modality] = None if is_whole(rows, n_rows) else rows
+        return self._rows[modality]
 
     def rows_in(self, path: str, rows: Rows) -> Rows:
         """The rows of the matrix at a path for some rows of the whole, without those that it lacks."""
         row_of = self.row_of(path)
         return rows if row_of is None else looked_up(row_of, rows)[0]
-
-    def rows_of(self, modality: str) -> RowMap | None:
-        """As `row_of`, for a modality by name. Raises FormatError if its rows are not given, or do not exist."""
-        if modality not in self._rows:
-            self._rows[modality] = self._read_rows(modality)
-        return self._rows[modality]
-
-    def has_rows(self, modality: str) -> NDArray[np.bool_]:
-        """Which rows of the whole a modality has."""
-        row_of = self.rows_of(modality)
-        return np.ones(self.n_obs, bool) if row_of is None else row_of >= 0
-
-    def _read_rows(self, modality: str) -> RowMap | None:
-        path, n_rows = f"obsmap/{modality}", self.length(f"mod/{modality}/obs")
-        if path not in self:
-            raise FormatError(
-                f"{self.location.url} does not say which rows its modality {modality!r} has ({path}): open it with "
-                "mudata 0.2 or later, run mdata.update(), and write it again"
-            )
-        stored, refused = np.asarray(self.element(path)), partial(self.damaged, path)
-        rows = checked_map(stored, n_whole=self.n_obs, n_rows=n_rows, refused=refused)
-        return None if is_whole(rows, n_rows) else rows
-
-    def require_axis(self) -> None:
-        """Raises FormatError unless the modalities of a MuData describe the same rows."""
-        axis: Any = self.root.attrs.get("axis", 0)
-        if self.modalities and axis != 0:
-            raise FormatError(
-                f"the modalities of {self.location.url} share {'genes' if axis == 1 else 'rows and genes'} (axis "
-                f"{axis}), and not rows: {'convert' if self.objects.keys() == {''} else 'open'} them one by one, such "
-                f"as {self.location.url.rstrip('/')}/mod/{self.modalities[0]}"
-            )
 
     # ---- matrices
 
@@ -534,19 +501,10 @@ class OpenedStore:
                 yield values.astype(dtype, copy=False)
 
         with self.reading(path, node):  # the shape may make no sense
-            dtype, found = node.dtype.newbyteorder("="), None
+            dtype = node.dtype.newbyteorder("=")
             least = dtype if codes_below is None else np.min_scalar_type(-max(1, codes_below))
             dtype = least if least.itemsize < dtype.itemsize else dtype
-            if directory is not None and node.shape[0]:
-                found = load_array(directory, path, shape=node.shape, dtype=dtype)
-                if found is None and not self.offline:
-                    found = save_array(directory, path, windows(), shape=node.shape, dtype=dtype)
-            if found is None:
-                found, filled = np.empty(node.shape, dtype), 0
-                for values in windows():
-                    found[filled : filled + len(values)] = values
-                    filled += len(values)
-        return found
+            return kept_array(directory if node.shape[0] else None, path, windows, shape=node.shape, dtype=dtype)
 
     def mirror(self, matrix: MatrixLayout, genes: ChosenGenes | None = None) -> Mirror | None:
         """The mirror of a matrix, or of these genes of it, opened once per process. None without a usable cache."""

@@ -455,7 +455,7 @@ def about_store(url: str, storage_options: Mapping[str, Any]) -> Iterator[Findin
 
 def _about_reading(url: str, storage_options: Mapping[str, Any], *, is_local: bool) -> Iterator[Finding]:
     from zloader.common.options import FetchOptions
-    from zloader.dataset.dataset import open_dataset
+    from zloader.dataset.open_dataset import open_dataset
     from zloader.insight.link import disk_bytes_per_s, link_bytes_per_s
 
     measure = disk_bytes_per_s if is_local else functools.partial(link_bytes_per_s, options=FetchOptions())

@@ -10,7 +10,7 @@ from zloader.common.errors import FormatError, MissingColumnError
 from zloader.common.messages import size
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import is_array, obs_of, path_of
-from zloader.dataset.obs import columns_of
+from zloader.dataset.obs import StoreColumns
 from zloader.dataset.store import OpenedStore
 from zloader.storage import hdf5_filters
 from zloader.storage.coded_rows import likely_bytes
@@ -125,7 +125,7 @@ def _names_in(store: OpenedStore, group: str) -> set[str]:
 
 def _column(stores: Sequence[OpenedStore], name: str) -> ColumnSummary:
     try:
-        columns = [columns_of(store) for store in stores]
+        columns = [StoreColumns(store) for store in stores]
         kinds = [each.shown_kind(name) for each in columns]
     except FormatError:
         return ColumnSummary(name=name, kind="unreadable", categories=None)

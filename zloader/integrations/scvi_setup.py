@@ -98,7 +98,8 @@ class Setup:
     def places(self) -> dict[str, tuple[str | None, str]]:
         """The modality of each obs column, and its name there."""
         store, names = self.dataset.stores[0], dict.fromkeys(itertools.chain(*self.columns.values()))
-        return {name: store.modality_of_column(name) or (None, name) for name in names}
+        found = {name: store.modality_at(store.obs_paths.get(name, name)) for name in names}
+        return {name: (modality, name.removeprefix(f"{modality}:")) for name, modality in found.items()}
 
     def options(self, model_class: Any) -> dict[str, Any]:
         """The options of `setup_mudata` of a class. Raises OptionError for what the class does not take."""

@@ -272,7 +272,7 @@ class Hierarchy:
             self.below(modality).check_shapes()
             name = modality.removeprefix("mod/")
             try:
-                self._dataset.store.rows_of(name)
+                self._dataset.store.row_of(f"mod/{name}/X")
             except (FormatError, *_UNREADABLE) as error:
                 self._findings.add(f"obsmap/{name}", error)
 
