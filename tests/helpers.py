@@ -23,6 +23,8 @@ import torch.utils.data
 import zloader as zl
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.order.plan import Plan
+from zloader.storage.layout import ArrayLayout
+from zloader.storage.placement import Placement
 from zloader.storage.row_offsets import RowOffsets
 
 # Chunks of about 1 024 values and shards of two chunks, so that a few hundred rows cross many of both.
@@ -32,6 +34,20 @@ TESTS = Path(__file__).parent
 PATIENCE_S = 300.0
 # A deadline for tests in which nothing may wait for the deadline.
 NEVER_S = 3600.0
+
+
+def vector_layout(
+    path: str, dtype: np.dtype[Any] | str, *, n_elements: int, chunk_elements: int, chunks_per_shard: int = 1
+) -> ArrayLayout:
+    """A vector in uncompressed chunks. Several chunks per shard have an index as in stores that zloader writes."""
+    return ArrayLayout(
+        path=path,
+        dtype=np.dtype(dtype),
+        n_elements=n_elements,
+        chunk_elements=chunk_elements,
+        codecs=({"name": "bytes"},),
+        placement=Placement(path=path, chunks_per_object=chunks_per_shard, sharded=chunks_per_shard > 1),
+    )
 
 
 def counts(n_rows: int, n_genes: int, *, density: float = 0.3, seed: int = 0) -> ad.AnnData:

@@ -37,7 +37,7 @@ from zloader.producing.window import LostError, MeanBytes, Window
 from zloader.reading.read_plan import FillPlanner
 from zloader.reading.resources import Counters
 from zloader.storage.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, distinct, expand, total_bytes
-from zloader.storage.placement import ObjectIndex
+from zloader.storage.placement import ObjectIndex, Placement
 from zloader.storage.row_blocks import RowForm
 
 Figures = dict[str, Any]
@@ -178,8 +178,13 @@ class Store:
 
 
 def _layout(path: str, rows: int) -> ArrayLayout:
-    return ArrayLayout.plain(
-        path, "uint16", n_elements=rows * VALUES, chunk_elements=CHUNK, chunks_per_shard=CHUNKS_PER_SHARD
+    return ArrayLayout(
+        path=path,
+        dtype=np.dtype("uint16"),
+        n_elements=rows * VALUES,
+        chunk_elements=CHUNK,
+        codecs=({"name": "bytes"},),
+        placement=Placement(path=path, chunks_per_object=CHUNKS_PER_SHARD, sharded=True),
     )
 
 
@@ -232,7 +237,7 @@ class Machine:
     free: bool = True
 
     def __post_init__(self) -> None:
-        self.held = np.zeros(self.store.form.layout.n_chunks if self.cluster.mirror else 0, bool)
+        self.held = np.zeros(self.store.form.n_blocks if self.cluster.mirror else 0, bool)
         self.begin()
 
     def begin(self) -> None:

@@ -145,7 +145,7 @@ def test_the_inspection_agrees_with_the_mirror(store, tmp_path, fetches):
     if fetches != 0:
         assert seen.arrays.keys() == {"X", *OTHERS}
     x = seen.arrays["X"]
-    assert (x.chunks, x.chunks_held) == (mirror.layout.n_chunks, mirror.held.chunks_held)
+    assert (x.chunks, x.chunks_held) == (mirror.form.n_blocks, mirror.held.chunks_held)
     assert (x.bytes_in_all, x.bytes_held) == (mirror.held.bytes_in_all, mirror.held.bytes_held)
     if fetches is None:
         assert (seen.chunks_held, seen.bytes_held) == (seen.chunks, seen.bytes_in_all)
@@ -241,7 +241,7 @@ def test_a_flipped_bit_is_found_and_only_its_block_is_read_again(whole, store, t
     mirror = zl.open_dataset(store, cache=copy.cache).store
     other = mirror.mirror(mirror.matrix("X")).rows
     assert verify(copy.directory) == [f"X: block {block} differs from its checksum"]
-    assert other.held.chunks_held == other.layout.n_chunks - 1, "every process that maps the file sees it at once"
+    assert other.held.chunks_held == other.form.n_blocks - 1, "every process that maps the file sees it at once"
     del other
     assert verify(copy.directory) == [], "it is a miss now"
     copy.heals()

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import PATIENCE_S
+from helpers import PATIENCE_S, vector_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +34,7 @@ from zloader.caching.mirror import open_rows
 from zloader.caching.rows_file import RowsFile
 from zloader.common import page_cache
 from zloader.common.options import Cache
-from zloader.storage.layout import ArrayLayout, MatrixLayout
+from zloader.storage.layout import MatrixLayout
 from zloader.storage.row_blocks import RowForm
 
 pytestmark = pytest.mark.any_version
@@ -72,8 +72,8 @@ def load_array(directory, name, like):
 
 
 FORM = _form()
-N_BLOCKS = FORM.layout.n_chunks
-_VALUES = ArrayLayout.plain("X", "<u2", n_elements=95 * 4, chunk_elements=40)
+N_BLOCKS = FORM.n_blocks
+_VALUES = vector_layout("X", "<u2", n_elements=95 * 4, chunk_elements=40)
 MATRIX = MatrixLayout(path="X", n_rows=95, n_genes=4, values=_VALUES, genes=None)
 ALL = np.arange(N_BLOCKS)
 
@@ -116,7 +116,7 @@ def _rows(mirror, rows):
 def _check_present_blocks(directory, form=FORM, truth=TRUTH):
     """Opens the mirror again and compares every present block with the truth; returns the missing blocks."""
     mirror = _open(directory, form)
-    blocks = np.arange(form.layout.n_chunks)
+    blocks = np.arange(form.n_blocks)
     missing = mirror.missing(blocks)
     rows = form.rows_of(np.setdiff1d(blocks, missing))
     if len(rows):
@@ -304,7 +304,7 @@ def test_a_file_that_is_too_long_gives_no_wrong_values(full, which):
 def test_an_index_of_other_rows_is_ignored(full):
     for other in (_form(block_rows=19), _form(width=2)):
         with _copy_of(full) as (cache, _):
-            assert _check_present_blocks(cache, other, _truth(other)) == list(range(other.layout.n_chunks))
+            assert _check_present_blocks(cache, other, _truth(other)) == list(range(other.n_blocks))
 
 
 def test_a_change_with_an_unchanged_modification_time_is_noticed(full):
@@ -399,7 +399,7 @@ def put_all(mirror, order, before_each):
         mirror.put(np.array([block]), np.array([len(rows)]), rows)
 
 def fill(directory, seed):
-    order = np.random.default_rng(int(seed)).permutation(form.layout.n_chunks).tolist()
+    order = np.random.default_rng(int(seed)).permutation(form.n_blocks).tolist()
     os.write(1, b"%d\\n" % os.getpid())
     put_all(RowsFile(mirror_directory(directory), form), order, lambda: os.write(1, b"."))
 
@@ -410,8 +410,8 @@ def fill_with_limit(directory, n_bytes):
     logging.getLogger("zloader").addHandler(handler)
     mirror = RowsFile(mirror_directory(directory), form)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(n_bytes), resource.RLIM_INFINITY))
-    put_all(mirror, range(form.layout.n_chunks), lambda: None)
-    missing = mirror.missing(np.arange(form.layout.n_chunks)).tolist()
+    put_all(mirror, range(form.n_blocks), lambda: None)
+    missing = mirror.missing(np.arange(form.n_blocks)).tolist()
     os.write(1, json.dumps({"warnings": records, "missing": missing, "writable": mirror.writable}).encode() + b"\\n")
 
 for line in sys.stdin:
@@ -483,13 +483,13 @@ def test_a_process_killed_at_any_moment_leaves_no_wrong_values(nursery, tmp_path
         directory = tmp_path / str(attempt)
         directory.mkdir()
         pid = nursery.start(directory, attempt)
-        nursery.after(chance.randrange(BIG.layout.n_chunks))
+        nursery.after(chance.randrange(BIG.n_blocks))
         assert nursery.end("kill", pid) in (9, 0)  # 0: it had finished
         missing = _check_present_blocks(directory, BIG, BIG_TRUTH)
         n_missing.append(len(missing))
         _fill(directory, missing, BIG, BIG_TRUTH)
         assert _check_present_blocks(directory, BIG, BIG_TRUTH) == []
-    assert sum(0 < n < BIG.layout.n_chunks for n in n_missing) > 100  # most were killed while filling
+    assert sum(0 < n < BIG.n_blocks for n in n_missing) > 100  # most were killed while filling
 
 
 @pytest.mark.slow
@@ -528,12 +528,12 @@ def test_a_write_that_fails_warns_once_and_stays_correct(nursery, tmp_path):
     """As on a full disk: the file cannot grow further, in the middle of chunk 10."""
     nursery.say("limit", tmp_path, 10 * 40_000 + 12_345)
     found = json.loads(nursery.line())
-    assert found["missing"] == list(range(10, BIG.layout.n_chunks))
+    assert found["missing"] == list(range(10, BIG.n_blocks))
     assert found["writable"] is False
     assert len(found["warnings"]) == 1
     assert "cannot write the mirror" in found["warnings"][0]
-    assert _check_present_blocks(tmp_path, BIG, BIG_TRUTH) == list(range(10, BIG.layout.n_chunks))
-    _fill(tmp_path, range(10, BIG.layout.n_chunks), BIG, BIG_TRUTH)  # once there is space again
+    assert _check_present_blocks(tmp_path, BIG, BIG_TRUTH) == list(range(10, BIG.n_blocks))
+    _fill(tmp_path, range(10, BIG.n_blocks), BIG, BIG_TRUTH)  # once there is space again
     assert _check_present_blocks(tmp_path, BIG, BIG_TRUTH) == []
 
 

@@ -630,7 +630,7 @@ def test_a_cache_that_is_partly_full_serves_what_it_has(store, tmp_path, monkeyp
     mirror = part.store.mirror(part.store.matrix("X"))
     mirror.rows.writable = False
     n_present = mirror.rows.held.chunks_held
-    assert 0 < n_present < mirror.rows.layout.n_chunks
+    assert 0 < n_present < mirror.rows.form.n_blocks
     for options in ({}, {"layout": "dense", "dtype": "float64"}):
         loader = zl.Loader(part, **SIZES | options)
         assert_same_minibatches(loader, zl.Loader(opened(store), **SIZES | options))

@@ -147,7 +147,7 @@ def test_a_fetch_reads_its_rows_of_an_array_only(tmp_path, store):
     assert sum(map(len, loader_of(dataset[rows], obs=[], obsm=["pca"], options=NARROW))) == 40
     found = rows_files(dataset)["pca"]
     assert not len(found.missing(found.blocks(rows)))
-    assert found.held.chunks_held < found.layout.n_chunks
+    assert found.held.chunks_held < found.form.n_blocks
     without = loader_of(zl.open_dataset(store, cache=tmp_path / "b"), obs=[], obsm=[])
     counted = loader_of(zl.open_dataset(store, cache=tmp_path / "c"), obs=[], obsm=["pca"])
     check_epoch(without, ADATA)
@@ -162,7 +162,7 @@ def test_taken_rows_of_an_array_are_read_without_the_others(tmp_path, store):
     taken = dataset.take(rows)
     for name in OBSM:
         np.testing.assert_array_equal(taken.obsm[name], ADATA.obsm[name][rows])
-        assert 0 < rows_files(dataset)[name].held.chunks_held < rows_files(dataset)[name].layout.n_chunks
+        assert 0 < rows_files(dataset)[name].held.chunks_held < rows_files(dataset)[name].form.n_blocks
     without_cache = zl.open_dataset(store).take(rows)
     np.testing.assert_array_equal(without_cache.obsm["pca"], ADATA.obsm["pca"][rows])
 
@@ -534,7 +534,7 @@ def test_a_disk_that_fills_up_in_mid_epoch(tmp_path, store):
             for found in rows_files(dataset).values():
                 found._stop_writing(OSError("no space left"))
     assert sorted(np.concatenate(seen)) == list(range(N_ROWS))
-    assert any(found.held.chunks_held < found.layout.n_chunks for found in rows_files(dataset).values())
+    assert any(found.held.chunks_held < found.form.n_blocks for found in rows_files(dataset).values())
     check_epoch(loader_of(dataset), ADATA)
 
 

@@ -158,7 +158,7 @@ def test_with_a_mirror_a_chunk_at_the_end_of_what_is_read_is_read_with_both_neig
     mirror, options = mirror_of(part, tmp_path), zl.FetchOptions(gap_bytes=0, least_read_bytes=0, prefetch=1)
     minibatches, counters = run(part, source, plan(sampling=zl.Streaming()), mirror=mirror, options=options)
     assert sorted(check(minibatches)) == list(range(300))
-    assert mirror.rows.held.chunks_held == mirror.rows.layout.n_chunks
+    assert mirror.rows.held.chunks_held == mirror.rows.form.n_blocks
     n_chunks = sum(array.n_chunks for array in part.matrix.arrays)
     runs = 5  # of two blocks, which together are about as long as a chunk
     assert n_chunks < counters.chunks_decoded <= n_chunks + len(part.matrix.arrays) * (runs - 1)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+from helpers import vector_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,7 +179,7 @@ def test_parts_are_copied_alike_with_and_without_the_compiler(data: st.DataObjec
     grid = Grid.of("X", shape, chunk, chunk)
     if grid is None:
         return
-    layout = ArrayLayout.plain("X", dtype, n_elements=math.prod(shape), chunk_elements=math.prod(chunk))
+    layout = vector_layout("X", dtype, n_elements=math.prod(shape), chunk_elements=math.prod(chunk))
     layout = replace(layout, grid=grid)
     rows = np.array(data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=12)), np.int64)
     needed = Elements.of([layout], rows * shape[1], (rows + 1) * shape[1])
@@ -201,6 +202,6 @@ BLOCKS = {(1250, 8000): 25, (750, 2800): 50, (313, 8000): 313, (751, 2800): 751,
 def test_blocks_of_a_mirror_divide_bands_and_are_not_tiny(chunk: tuple[int, int], rows: int) -> None:
     shape = (200_000, chunk[1] // 4)
     grid = Grid.of("X", shape, (chunk[0], 5), (chunk[0], 5))
-    values = ArrayLayout.plain("X", "f4", n_elements=math.prod(shape), chunk_elements=chunk[0] * 5)
+    values = vector_layout("X", "f4", n_elements=math.prod(shape), chunk_elements=chunk[0] * 5)
     matrix = MatrixLayout(path="X", n_rows=shape[0], n_genes=shape[1], values=replace(values, grid=grid), genes=None)
     assert RowForm.of(matrix, None, compact=False).block_rows == rows

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import vector_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
 from zloader.reading.read_plan import Elements, FillPlanner, batches
-from zloader.storage.layout import ArrayLayout, ChunkSpan, MatrixLayout
+from zloader.storage.layout import ChunkSpan, MatrixLayout
 from zloader.storage.row_blocks import RowForm
 
 pytestmark = pytest.mark.any_version
@@ -79,7 +80,7 @@ def test_blocks_are_read_in_batches(blocks, in_flight_bytes):
 
 def planner_of_rows(*, chunk_rows: int, least_read_bytes: int, sweeps: bool, **options: int) -> FillPlanner:
     """The planner of 1 024 blocks of one row of 1 000 bytes, stored in chunks of some rows."""
-    values = ArrayLayout.plain(
+    values = vector_layout(
         "X", "u1", n_elements=1024 * 1000, chunk_elements=chunk_rows * 1000, chunks_per_shard=1024 // chunk_rows
     )
     matrix = MatrixLayout(path="X", n_rows=1024, n_genes=1000, values=values, genes=None)
@@ -95,7 +96,7 @@ def planner_of_rows(*, chunk_rows: int, least_read_bytes: int, sweeps: bool, **o
 def test_the_jobs_of_rows_bring_all_their_elements(pairs, chunk_elements):
     """Rows in any order, also the same one twice. The elements of a chunk are those of its first element and so on."""
     starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
-    layout = ArrayLayout.plain("a", "i8", n_elements=350, chunk_elements=chunk_elements, chunks_per_shard=1024)
+    layout = vector_layout("a", "i8", n_elements=350, chunk_elements=chunk_elements, chunks_per_shard=1024)
     needed = Elements.of([layout], starts, starts + lengths)
     ((chunks, jobs),) = needed.jobs
     out = np.full(needed.n_elements, -1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zarr
 import zarr.codecs
-from helpers import offsets_in_memory
+from helpers import offsets_in_memory, vector_layout
 from hypothesis import given
 from hypothesis import strategies as st
 from zarr.core.chunk_key_encodings import DefaultChunkKeyEncoding
@@ -19,7 +19,6 @@ from zarr.core.chunk_key_encodings import DefaultChunkKeyEncoding
 from zloader.common.errors import CorruptChunkError, FormatError, TruncatedObjectError
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import (
-    ArrayLayout,
     MatrixLayout,
     align_to_runs,
     chunk_spans,
@@ -35,7 +34,7 @@ from zloader.storage.placement import ABSENT, ObjectIndex
 
 pytestmark = pytest.mark.any_version
 
-LAYOUT = ArrayLayout.plain("X/data", "<u2", n_elements=95, chunk_elements=10, chunks_per_shard=4)
+LAYOUT = vector_layout("X/data", "<u2", n_elements=95, chunk_elements=10, chunks_per_shard=4)
 
 
 def _layout_of(chunks_per_shard):
@@ -199,7 +198,7 @@ def test_no_chunks_need_no_spans():
 
 
 def _vector(chunk_elements):
-    return ArrayLayout.plain("a", "u1", n_elements=2**50, chunk_elements=chunk_elements)
+    return vector_layout("a", "u1", n_elements=2**50, chunk_elements=chunk_elements)
 
 
 PAIRS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=30)
@@ -221,9 +220,8 @@ def test_chunks_of_equals_a_loop(pairs, chunk_elements):
 
 @given(draw=st.data(), n_chunks=st.integers(1, 60), run=st.integers(1, 20))
 def test_widened_takes_whole_runs(draw, n_chunks, run):
-    layout = dataclasses.replace(LAYOUT, n_elements=n_chunks, chunk_elements=1)
     chunks = draw.draw(st.sets(st.integers(0, n_chunks - 1)))
-    wide = align_to_runs(layout, _int64(*sorted(chunks)), run).tolist()
+    wide = align_to_runs(_int64(*sorted(chunks)), run, n_chunks).tolist()
     assert wide == [chunk for chunk in range(n_chunks) if chunk // run in {wanted // run for wanted in chunks}]
 
 
@@ -522,7 +520,7 @@ def test_an_object_smaller_than_its_index_is_noticed():
 
 
 def test_an_empty_object_without_an_index_is_noticed():
-    plain = ArrayLayout.plain("X/data", "<u2", n_elements=95, chunk_elements=10)
+    plain = vector_layout("X/data", "<u2", n_elements=95, chunk_elements=10)
     with pytest.raises(TruncatedObjectError, match="X/data/c/1 has 0 bytes"):
         plain.find_index(1, 0, "a.zarr")
 

@@ -84,7 +84,7 @@ class Held:
 
 
 class RowsFile:
-    """The rows of one matrix in the mirror, as `form` describes them. A chunk of its `layout` is a block of rows.
+    """The rows of one matrix in the mirror, as `form` describes them.
 
     Rows of the same matrix that were kept in the other form stay in that, and the next ones join them. Raises OSError
     if the files cannot be created or opened.
@@ -93,7 +93,6 @@ class RowsFile:
     def __init__(self, directory: MirrorDirectory, form: RowForm) -> None:
         self._directory = directory
         self._path, self._index_path = (cached_path(directory.path, form.name, suffix) for suffix in ("rows", "index"))
-        self.layout = form.layout
         self._file, words, self.form = _open(directory, self._path, self._index_path, form)
         self._offsets, self._words = words[0::2], words[1::2]
         close_with(self, self._file)
@@ -101,7 +100,7 @@ class RowsFile:
         self._lock = forkable_lock()  # threads that wait for the file system would do so busily
         verified = directory.verified.contains(self._path, self._index_path)
         # Blocks that this process has verified or written, or that were recorded as verified.
-        self._verified = np.zeros(self.layout.n_chunks, bool)  # takes no memory until it is written to
+        self._verified = np.zeros(form.n_blocks, bool)  # takes no memory until it is written to
         if verified:
             for first, present in self._present_windows():
                 self._verified[first : first + len(present)] = present
@@ -122,7 +121,7 @@ class RowsFile:
 
         Windows without any are left out. So an almost empty mirror takes hardly any memory here.
         """
-        for first in range(0, self.layout.n_chunks, _WINDOW):
+        for first in range(0, self.form.n_blocks, _WINDOW):
             present = self._present(slice(first, first + _WINDOW))
             if present.any():
                 yield first, present
@@ -159,7 +158,7 @@ class RowsFile:
                     log.warning("a block in %s differs from its checksum; reading it from the store", self._path)
                     if self.writable:
                         self._words[block] = 0
-        if self.layout.n_chunks > _MANY_BLOCKS:  # a fetch uses words all over the file
+        if self.form.n_blocks > _MANY_BLOCKS:  # a fetch uses words all over the file
             page_cache.release(self._words)
         return np.asarray(blocks[missing])
 
@@ -175,7 +174,7 @@ class RowsFile:
     def held(self) -> Held:
         """How much of the matrix is present."""
         words = (self._words[first : first + len(present)] for first, present in self._present_windows())
-        return Held.of(words, self.layout.n_chunks, self.form.decoded_bytes)
+        return Held.of(words, self.form.n_blocks, self.form.decoded_bytes)
 
     def bytes_of(self, blocks: Rows) -> int:
         """Bytes of some present blocks."""

@@ -104,7 +104,7 @@ def warm(
         await _fill_all(parts, options, counters, put)
 
     # Counting the chunks of a billion rows takes a tenth of a second, and there are a hundred thousand windows.
-    many, due = sum(file.layout.n_chunks for file in _files(parts)) > _MANY_CHUNKS, began
+    many, due = sum(file.form.n_blocks for file in _files(parts)) > _MANY_CHUNKS, began
     for _ in Bridge(produce, ready_bytes=1 << 20, name="zloader-warm"):
         if on_progress is not None and (not many or time.perf_counter() > due):
             on_progress(warmed())
@@ -138,7 +138,7 @@ async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters
 def _windows(reader: MatrixReader) -> Iterator[tuple[MatrixReader, Rows]]:
     """All blocks of a reader's mirror, in windows."""
     if reader.mirror is not None:
-        n_blocks = reader.mirror.layout.n_chunks
+        n_blocks = reader.mirror.form.n_blocks
         size = max(1, _WINDOW_BYTES // reader.mirror.form.block_bytes)
         for first in range(0, n_blocks, size):
             yield reader, np.arange(first, min(first + size, n_blocks))

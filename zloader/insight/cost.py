@@ -91,7 +91,7 @@ def epoch_costs(
         fill = FillPlanner.of(matrix, form, options, sizes, sweeps=plan.sweeps)
         filled = _unseen(fill, [distinct(rows // form.block_rows) for rows in of_matrix])
         of_first, of_later = (filled, []) if exact else (filled[:1], filled[1:])
-        n_left += form.layout.n_chunks - sum(map(len, of_first))
+        n_left += form.n_blocks - sum(map(len, of_first))
         n_later += sum(map(len, of_later))
         filling = [_rows_of(form, fill, some) for some in (of_first, of_later)]
         for count, of_reads in zip((every, first, later), (of_matrix, *filling), strict=True):
@@ -134,7 +134,7 @@ def _chunks_by_array(matrix: MatrixLayout, indptr: RowOffsets | None, fetches: S
 
 def _unseen(planner: FillPlanner, wanted: Sequence[Rows]) -> list[Rows]:
     """The blocks that each fetch reads when a mirror keeps those of the fetches before."""
-    seen = np.zeros(planner.layout.n_chunks, bool)
+    seen = np.zeros(planner.n_blocks, bool)
     unseen: list[Rows] = []
     for turn, blocks in enumerate(wanted):
         missing = blocks_to_read(planner, blocks, seen, first_fetch=not turn)

@@ -40,13 +40,13 @@ _BATCH_BYTES, _DECODED_BYTES = 8 << 20, 16 << 20  # stored and decoded, of the b
 class FillPlanner:
     """Plans which blocks of rows a mirror takes, and which of them are read together.
 
-    `run` is the number of blocks that are read together at least, `least` the same for the first fetch of an epoch, and
-    `gap` the number of blocks between two that are read with them. A batch has `few` blocks. If chunks hold parts of
-    rows, a batch has whole bands, so that each chunk is decoded once, as far as they fit into an eighth of the memory,
-    with `parts_bytes` for where the parts of a block go.
+    Of the `n_blocks`, `run` are read together at least, and in the first fetch of an epoch `least`, with up to `gap`
+    blocks between two of them. A batch has `few` blocks. If chunks hold parts of rows, a batch has whole bands, so that
+    each chunk is decoded once, as far as they fit into an eighth of the memory, with `parts_bytes` for where the parts
+    of a block go.
     """
 
-    layout: ArrayLayout
+    n_blocks: int
     run: int
     least: int
     gap: int
@@ -64,7 +64,7 @@ class FillPlanner:
         sweeps: bool,
     ) -> FillPlanner:
         """The planner of a matrix. Blocks beside the needed ones are worth reading if an epoch `sweeps` all rows."""
-        n_blocks, decoded = max(1, form.layout.n_chunks), form.block_bytes
+        n_blocks, decoded = max(1, form.n_blocks), form.block_bytes
         whole = sum(array.chunk_bytes(object_sizes) * array.n_chunks for array in matrix.arrays)
         stored = max(whole / len(matrix.arrays) / n_blocks, decoded / MOST_SHRUNK)  # of a block, in one array
         # A chunk that holds several blocks is decoded once if they are read together.
@@ -81,7 +81,7 @@ class FillPlanner:
             few = of_chunk * max(1, _DECODED_BYTES // (of_chunk * (decoded + parts_bytes)))
             few = max(1, min(few, options.memory // 8 // (decoded + parts_bytes)))
         return cls(
-            layout=form.layout,
+            n_blocks=form.n_blocks,
             run=-(-run // of_chunk) * of_chunk if sweeps else of_chunk,
             least=of_chunk,
             gap=int(options.gap_bytes / stored),
@@ -95,7 +95,7 @@ class FillPlanner:
         The consumer waits for the first fetch, so that fetch leaves most of the neighbours out.
         """
         run = self.least if first_fetch else self.run
-        return fill_gaps(align_to_runs(self.layout, blocks, run), self.gap)
+        return fill_gaps(align_to_runs(blocks, run, self.n_blocks), self.gap)
 
     def batches(self, blocks: Rows) -> Iterator[Rows]:
         """The blocks that are read together and decoded by one call in a thread, or by several if they are of bands."""

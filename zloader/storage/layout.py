@@ -144,20 +144,6 @@ class ArrayLayout:
     # How chunks hold parts of rows. None if they hold whole rows, or elements of a vector.
     grid: Grid | None = None
 
-    @classmethod
-    def plain(
-        cls, path: str, dtype: np.dtype[Any] | str, *, n_elements: int, chunk_elements: int, chunks_per_shard: int = 1
-    ) -> ArrayLayout:
-        """A vector in uncompressed chunks. Several chunks per shard have an index as in stores that zloader writes."""
-        return cls(
-            path=path,
-            dtype=np.dtype(dtype),
-            n_elements=n_elements,
-            chunk_elements=chunk_elements,
-            codecs=({"name": "bytes"},),
-            placement=Placement(path=path, chunks_per_object=chunks_per_shard, sharded=chunks_per_shard > 1),
-        )
-
     @property
     def chunks_per_shard(self) -> int:
         """Number of chunks in a whole shard."""
@@ -295,10 +281,10 @@ def chunks_of(starts: Rows, stops: Rows, layout: ArrayLayout) -> Rows:
     return distinct(expand(first[new], last[new] - first[new] + 1))
 
 
-def align_to_runs(layout: ArrayLayout, chunks: Rows, run: int) -> Rows:
-    """`chunks` extended to whole runs: each run of `run` chunks is included entirely or not at all."""
-    begins = distinct(chunks - chunks % run)
-    return expand(begins, np.minimum(begins + run, layout.n_chunks) - begins)
+def align_to_runs(numbers: Rows, run: int, end: int) -> Rows:
+    """Numbers below `end`, extended to whole runs: each run of `run` numbers is included entirely or not at all."""
+    begins = distinct(numbers - numbers % run)
+    return expand(begins, np.minimum(begins + run, end) - begins)
 
 
 def fill_gaps(chunks: Rows, gap: int) -> Rows:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from zloader.common.records import Rows
 from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, RAW, Views, views_of, words_of
-from zloader.storage.layout import ArrayLayout, MatrixLayout, expand
+from zloader.storage.layout import MatrixLayout, expand
 
 # The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
 # elements and the sum. The last two are known for rows of a panel only.
@@ -80,11 +80,9 @@ class RowForm:
         return PANEL not in self.name
 
     @property
-    def layout(self) -> ArrayLayout:
-        """The rows as elements, and the blocks as chunks."""
-        return ArrayLayout.plain(
-            self.name, "uint8", n_elements=self.n_rows, chunk_elements=self.block_rows, chunks_per_shard=1 << 30
-        )
+    def n_blocks(self) -> int:
+        """Number of blocks."""
+        return -(-self.n_rows // self.block_rows)
 
     @property
     def raw_and_coded(self) -> tuple[RowForm, RowForm]:
