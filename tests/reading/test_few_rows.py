@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.common import page_cache
 from zloader.order import permutation
-from zloader.reading import few_rows, loops, rehearsal
+from zloader.reading import loops, rehearsal
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.resources import BufferPool
 from zloader.storage import decode
@@ -98,7 +98,7 @@ def test_repeated_genes_without_a_finite_sum_are_no_warning():
     genes, ends = np.zeros(2, np.int32), (np.zeros(1, np.int64),) * 2
     for values in ([np.inf, -np.inf], [3e38, 3e38]):
         out, stored = np.zeros((1, 1), np.float32), np.array(values, np.float32)
-        few_rows.scatter_rows((genes, None), stored, ends, np.array([2]), np.zeros(1, np.int64), out)
+        loops._scatter_rows((genes, None), stored, ends, np.array([2]), np.zeros(1, np.int64), out)
         assert not np.isfinite(out).any()
 
 
@@ -137,8 +137,8 @@ def test_many_numbers_and_rows_are_left_to_the_loops():
     many = np.zeros(permutation._FEW + 1, np.int64)
     arguments = many, np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros(8, np.uint64), np.uint64(1), many
     assert permutation._permute._plain(*arguments) is NotImplemented
-    rows = np.zeros(few_rows._MANY + 1, np.int64)
-    assert few_rows.copy_rows(rows, rows, rows, rows, rows) is NotImplemented
+    rows = np.zeros(loops._MANY + 1, np.int64)
+    assert loops._copy_rows(rows, rows, rows, rows, rows) is NotImplemented
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint64"])

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 from zloader.reading.gather import SourceRows
 from zloader.reading.matrix_reader import packed
 from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, RAW, take_genes, take_values, words_of
-from zloader.storage.row_blocks import ENTRY, KeptRows, RowForm, begun_blocks, places_of
+from zloader.storage.row_blocks import KeptRows, RowForm, begun_blocks, places_of
 
 pytestmark = pytest.mark.any_version
 
@@ -47,8 +47,7 @@ class Packed:
         starts = np.cumsum(self.lengths + gap) - self.lengths
         apart = [[array for row in rows for array in (np.full(gap, 77, row[k].dtype), row[k])] for k in (0, 1)]
         of_genes, of_values = (np.concatenate(each) for each in apart)
-        self.entries = np.zeros(len(rows), ENTRY)
-        self.entries["whole_length"], self.entries["whole_sum"] = self.lengths + 5, np.arange(len(rows)) - 0.5
+        self.sums = np.arange(len(rows)) - 0.5
         most = self.form.most_bytes(len(rows), int(self.lengths.sum()))
         # More than the promised room, to see that the rest is not touched.
         self.memory = np.full(most // ALIGNED + 9, before, np.uint64).view(np.uint8)
@@ -56,8 +55,7 @@ class Packed:
         source = SourceRows(
             at=slice(None), genes=of_genes, values=of_values, starts=(starts, starts), lengths=self.lengths
         )
-        words = self.entries.copy().view(np.uint64).reshape(len(rows), -1)
-        self.ends = packed(self.form, source, words, self.memory)
+        self.ends = packed(self.form, source, self.sums, self.memory)
         self.begins = np.append(0, self.ends)[:-1]
         self.n_bytes = int(self.ends[-1])
         assert self.n_bytes <= most
@@ -72,27 +70,39 @@ class Packed:
         blocks, within = np.divmod(np.arange(len(self.lengths)), self.form.block_rows)
         return places_of(self.form, self.content, self.begins[blocks], within)
 
+    def table(self, block: int) -> np.ndarray:
+        """The entries of a block: the first byte, the length and the sum of each row."""
+        content = self.content[self.begins[block] :][: self.form.block_rows * ENTRY_BYTES]
+        return content.view([("offset", "<u8"), ("length", "<u8"), ("sum", "<f8")])
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The first byte of each row."""
+        begins = [begin + self.table(block)["offset"].astype(int) for block, begin in enumerate(self.begins)]
+        return np.concatenate(begins)[: len(self.lengths)]
+
     def heads(self, number: int) -> list[int]:
         """The two numbers in the head of a row."""
-        at = int(self.kept.starts[number])
+        at = int(self.starts[number])
         return self.content[at : at + HEAD_BYTES].view("<u2").tolist()
 
     def row(self, number: int, *dtypes: Any) -> Row:
         """The decoded row, in the stored dtypes or others."""
         genes, values = (np.full(self.lengths[number], 99, dtype) for dtype in dtypes or self.form.dtypes)
-        views, head = self.kept.views, int(self.kept.starts[number])
+        views, head = self.kept.coded, int(self.starts[number])
         take_values(views, head, take_genes(views, head, genes), values)
         return genes, values
 
     def raw_row(self, number: int) -> Row:
         """The row as it lies in memory, which is raw."""
-        n, starts, (_, *views) = self.lengths[number], self.kept.elements(), self.kept.views
-        genes, values = (view[at[number] : at[number] + n] for view, at in zip(views, starts, strict=True))
+        n, kept = self.lengths[number], self.kept
+        parts = zip((kept.genes, kept.values), kept.starts, strict=True)
+        genes, values = (part[at[number] : at[number] + n] for part, at in parts)
         return genes, values
 
     def end(self, number: int) -> int:
         """The byte after a row, from its head alone."""
-        n, at = int(self.lengths[number]), int(self.kept.starts[number]) + HEAD_BYTES
+        n, at = int(self.lengths[number]), int(self.starts[number]) + HEAD_BYTES
         for part, (head, dtype) in enumerate(zip(self.heads(number), self.form.dtypes, strict=True)):
             if head == RAW:
                 at = -(-at // dtype.itemsize) * dtype.itemsize + n * dtype.itemsize
@@ -113,18 +123,16 @@ def check(rows: list[Row], **options: Any) -> Packed:
     kept, size, raw = block.kept, block.form.block_rows, not block.form.coded
     assert len(block.ends) == -(-len(rows) // size)
     assert kept.lengths.tolist() == block.lengths.tolist()
-    assert kept.totals.tolist() == block.entries["whole_sum"].tolist()
-    table = block.content[block.begins[-1] :][: size * ENTRY_BYTES].view(ENTRY)
+    assert kept.totals.tolist() == block.sums.tolist()
     last = (len(block.ends) - 1) * size
-    assert table["whole_length"][: len(rows) - last].tolist() == block.entries["whole_length"][last:].tolist()
-    assert not table[len(rows) - last :].tobytes().strip(b"\0")
+    assert not block.table(-1)[len(rows) - last :].tobytes().strip(b"\0")
     # Rows lie one after another.
     firsts = np.arange(len(rows)) % size == 0
     ends = np.array([block.end(number) for number in range(len(rows))])
-    np.testing.assert_array_equal(kept.starts[firsts], block.begins + size * ENTRY_BYTES)
-    np.testing.assert_array_equal(kept.starts[~firsts], ends[:-1][~firsts[1:]])
+    np.testing.assert_array_equal(block.starts[firsts], block.begins + size * ENTRY_BYTES)
+    np.testing.assert_array_equal(block.starts[~firsts], ends[:-1][~firsts[1:]])
     np.testing.assert_array_equal(ends[np.append(firsts[1:], True)], block.ends)
-    assert not (kept.starts % ALIGNED).any()
+    assert not (block.starts % ALIGNED).any()
     for number, wanted in enumerate(rows):
         assert not raw or block.heads(number) == [RAW, RAW]
         for found, part in zip(block.raw_row(number) if raw else block.row(number), wanted, strict=True):
@@ -186,7 +194,7 @@ def test_rows_have_the_same_bits_after_decoding(pair, coded, data, gap, block_ro
     other = Packed(rows, coded=coded, block_rows=block_rows, before=0xFF, gap=gap)
     np.testing.assert_array_equal(whole.content, other.content)
     for number, row in enumerate(rows):
-        begin, end = whole.kept.starts[number], whole.end(number)
+        begin, end = int(whole.starts[number]), whole.end(number)
         alone = Packed([row], coded=coded, gap=gap, before=0)
         np.testing.assert_array_equal(whole.content[begin:end], alone.content[ENTRY_BYTES:])
 
@@ -257,8 +265,7 @@ def test_dense_rows_are_their_values_alone(values, width, block_rows):
     for before in (0xA5, 0):
         memory = np.full(most // ALIGNED + 9, 0, np.uint64).view(np.uint8)
         memory[:] = before
-        lengths, entries = np.full(n_rows, width), np.zeros((n_rows, ENTRY_BYTES // 8), np.uint64)
-        ends, (places,) = begun_blocks(form, lengths, entries, memory)
+        ends, (places,) = begun_blocks(form, np.full(n_rows, width), np.zeros(n_rows), memory)
         for first, place in zip(range(0, n_rows, block_rows), places, strict=True):
             of_block = dense[first : first + block_rows].ravel()
             words_of(memory, dtype)[place : place + len(of_block)] = of_block
@@ -272,7 +279,7 @@ def test_dense_rows_are_their_values_alone(values, width, block_rows):
     assert kept.lengths.tolist() == [width] * len(rows)
     assert kept.totals is None
     elements = contents[0].view(dtype)
-    for row, start in zip(rows, kept.elements()[1], strict=True):
+    for row, start in zip(rows, kept.starts[1], strict=True):
         assert elements[start : start + width].tobytes() == dense[row].tobytes()
 
 

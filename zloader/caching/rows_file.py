@@ -42,7 +42,7 @@ from zloader.storage.row_blocks import KeptRows, RowForm, places_of
 
 log = logging.getLogger("zloader")
 
-_MAGIC = int.from_bytes(b"zrows-1\0", "little")
+_MAGIC = int.from_bytes(b"zrows-2\0", "little")
 _HEADER = 11  # words
 _ALIGNED = 64  # blocks that are written together begin at a multiple of it
 _UNIT = 8  # bytes, in which the size of a block is stored

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
-from zloader.reading.few_rows import Columns
 from zloader.reading.loops import (
+    Columns,
     compress_rows,
     copy_rows,
     count_nonzero,

@@ -32,9 +32,9 @@ from zloader.reading.loops import copy_rows
 from zloader.reading.read_plan import Elements, FillPlanner, jobs_of
 from zloader.reading.recipe import MatrixPart
 from zloader.reading.resources import Counters, Resources
-from zloader.storage.coded_rows import ENTRY_BYTES, code_blocks, views_of, words_of
+from zloader.storage.coded_rows import code_blocks, views_of, words_of
 from zloader.storage.layout import chunks_of
-from zloader.storage.row_blocks import ENTRY, RowForm, begun_blocks
+from zloader.storage.row_blocks import RowForm, begun_blocks
 
 # Decoded bytes that a thread holds on their way to the mirror. Fresh memory costs page faults, and memory that is used
 # again stays in the core's cache. Rows of this size cost 0.2 ms of interpreter time, so fewer slow the threads down.
@@ -217,18 +217,8 @@ class MatrixReader:
 
     def _kept_in(self, mirror: RowsFile, rows: Rows) -> SourceRows:
         """Some rows where they are in the memory of a mirror."""
-        kept, form, at = mirror.rows(rows), mirror.form, slice(None)
-        if form.genes is None:
-            values = words_of(kept.content, form.values)
-            return SourceRows(
-                at=at, genes=None, values=values, starts=kept.elements(), lengths=kept.lengths, chosen=self._chosen
-            )
-        _, genes, values = kept.views
-        coded = kept.views if form.coded else None
-        starts = (kept.starts, kept.starts) if form.coded else kept.elements()
-        return SourceRows(
-            at=at, genes=genes, values=values, starts=starts, lengths=kept.lengths, coded=coded, totals=kept.totals
-        )
+        kept = mirror.rows(rows)
+        return SourceRows(at=slice(None), chosen=self._chosen if kept.genes is None else None, **vars(kept))
 
     async def _read_through(
         self, at: Rows | slice, through: Elements, buffer: NDArray[np.uint8], turn: int
@@ -317,8 +307,8 @@ class MatrixReader:
         try:
             form, (array,), rows = mirror.form, self._arrays, mirror.form.rows_of(blocks)
             starts, stops = self._matrix.elements_of(rows, None)
-            memory, none = np.empty(form.most_bytes(len(rows), 0), np.uint8), np.zeros((len(rows), 0), np.uint64)
-            ends, (places,) = begun_blocks(form, stops - starts, none, memory)
+            memory = np.empty(form.most_bytes(len(rows), 0), np.uint8)
+            ends, (places,) = begun_blocks(form, stops - starts, np.empty(0), memory)
             firsts = np.arange(0, len(rows), form.block_rows)
             lasts = np.minimum(firsts + form.block_rows, len(rows)) - 1
             chunks, jobs = jobs_of(array.layout, starts[firsts], stops[lasts], places)
@@ -377,7 +367,7 @@ class MatrixReader:
         """Decodes rows to where they are packed."""
         form, lengths = mirror.form, stops - starts
         memory = self._resources.own_buffer("packed", form.most_bytes(len(lengths), int(lengths.sum())))
-        ends, places = begun_blocks(form, lengths, np.zeros((len(lengths), ENTRY_BYTES // 8), np.uint64), memory)
+        ends, places = begun_blocks(form, lengths, np.zeros(len(lengths)), memory)
         if form.genes is None:  # the rows of a block are one piece
             firsts = np.arange(0, len(starts), form.block_rows)
             starts, stops = starts[firsts], stops[np.minimum(firsts + form.block_rows, len(stops)) - 1]
@@ -419,15 +409,13 @@ class MatrixReader:
 
     def _put(self, mirror: RowsFile, blocks: Rows, rows: SourceRows) -> None:
         form, n_rows = mirror.form, len(rows.lengths)
-        entries = np.zeros((n_rows, ENTRY_BYTES // 8), np.uint64)
+        sums = np.zeros(n_rows)
         if self._keeps_chosen:
             assert self._chosen is not None
-            of_whole = entries.view(ENTRY)[:, 0]
-            of_whole["whole_length"] = rows.lengths
-            of_whole["whole_sum"] = totals_of(rows.values, rows.starts[1], rows.lengths)
+            sums = totals_of(rows.values, rows.starts[1], rows.lengths)
             rows = rows.with_genes(self._chosen, form.genes)
         memory = self._resources.own_buffer("packed", form.most_bytes(n_rows, int(rows.lengths.sum())))
-        mirror.put(blocks, packed(form, rows, entries, memory), memory)
+        mirror.put(blocks, packed(form, rows, sums, memory), memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,10 +452,10 @@ def _some(at: Rows | slice, chosen: NDArray[np.bool_]) -> Rows:
     return np.flatnonzero(chosen) + (at.start or 0) if isinstance(at, slice) else at[chosen]
 
 
-def packed(form: RowForm, rows: SourceRows, entries: NDArray[np.uint64], memory: NDArray[np.uint8]) -> Rows:
+def packed(form: RowForm, rows: SourceRows, sums: NDArray[np.float64], memory: NDArray[np.uint8]) -> Rows:
     """Packs CSR rows, from the first one of a block on, into blocks at the beginning of some memory.
 
-    Returns the byte after each block. `entries` are those of the rows, without places and lengths.
+    Returns the byte after each block. `sums` are those of the rows with all genes.
     """
     starts, lengths, values = rows.starts, rows.lengths, as_bits(rows.values)
     assert form.genes is not None
@@ -475,9 +463,9 @@ def packed(form: RowForm, rows: SourceRows, entries: NDArray[np.uint64], memory:
     if form.coded:
         ends, views = np.empty(-(-len(lengths) // form.block_rows), np.int64), views_of(memory, form.genes, form.values)
         words = words_of(memory, np.uint64)
-        code_blocks(rows.genes, values, starts, lengths, entries, form.block_rows, views, words, ends)
+        code_blocks(rows.genes, values, starts, lengths, sums.view(np.uint64), form.block_rows, views, words, ends)
         return ends
-    ends, (of_genes, of_values) = begun_blocks(form, lengths, entries, memory)
+    ends, (of_genes, of_values) = begun_blocks(form, lengths, sums, memory)
     copy_rows(rows.genes, starts[0], lengths, of_genes, words_of(memory, form.genes))
     copy_rows(values, starts[1], lengths, of_values, words_of(memory, values.dtype))
     return ends

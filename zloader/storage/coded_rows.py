@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from zloader.common.compiled import compiled
 from zloader.common.records import Rows
 
-ENTRY_BYTES = 24  # of a row in the table of its block (row_blocks.py)
+ENTRY_WORDS = 3  # of a row in the table of its block (row_blocks.py)
+ENTRY_BYTES = 8 * ENTRY_WORDS
 ALIGNED = 8  # rows and blocks begin at multiples of it
 RAW = 0xFFFF  # exceptions
 HEAD_BYTES, _EXCEPTION_BYTES = 4, 4
-_ENTRY_WORDS = ENTRY_BYTES // 8
 _BYTES = 0x8000  # set where values have whole bytes
 _LARGE = 1 << 30  # a larger gene or value is raw
 _COUNT_BYTES = 0.6  # of a coded count, about: 0.5 up to 15, as most are, 4.5 or 1 above
@@ -164,7 +164,7 @@ def code_blocks(  # noqa: PLR0913
     values: NDArray[Any],
     starts: tuple[Rows, Rows],
     lengths: Rows,
-    entries: NDArray[np.uint64],
+    sums: NDArray[np.uint64],
     block_rows: int,
     out: Views,
     words: NDArray[np.uint64],
@@ -172,8 +172,7 @@ def code_blocks(  # noqa: PLR0913
 ) -> None:
     """Codes rows in blocks, one after another in `out`, and notes the byte after each block.
 
-    `entries` has the three words of each row's entry, of which this fills in the first and half of the second. `words`
-    is the memory of `out`.
+    `sums` are the bits of the third word of each row's entry, and `words` is the memory of `out`.
     """
     content, typed_genes, typed_values = out
     to = 0
@@ -191,10 +190,8 @@ def code_blocks(  # noqa: PLR0913
             exceptions, to = _put(of_values, False, content, typed_values, to)
             _put_word(content, head + 2, exceptions)
             to = _padded(content, to, ALIGNED)
-            entries[row, 0] = head - begin
-            entries[row, 1] |= n
-            for k in range(_ENTRY_WORDS):
-                words[begin // 8 + (row - first) * _ENTRY_WORDS + k] = entries[row, k]
+            entry = begin // 8 + (row - first) * ENTRY_WORDS
+            words[entry], words[entry + 1], words[entry + 2] = head - begin, n, sums[row]
         ends[block] = to
 
 

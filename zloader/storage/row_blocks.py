@@ -1,8 +1,9 @@
 """Blocks of rows, as a mirror keeps them: the rows of a matrix one after another, raw or coded. Pure.
 
-A block of CSR rows begins with a table that has an entry for each row (ENTRY). A row is a head of four bytes, its genes
-and its values. In a raw row, whose head has all bits set, both are in their stored dtypes, aligned to them;
-coded_rows.py describes the others. A block of dense rows is their values alone.
+A block of CSR rows begins with a table of three 64-bit words for each row: its first byte, counted from the block; the
+number of its elements; and as float64 the sum of the row with all genes, which is 0 except in a panel. A row is a head
+of four bytes, its genes and its values. In a raw row, whose head has all bits set, both are in their stored dtypes,
+aligned to them; coded_rows.py describes the others. A block of dense rows is their values alone.
 """
 
 from __future__ import annotations
@@ -17,13 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.records import Rows
-from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, RAW, Views, views_of, words_of
+from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, ENTRY_WORDS, HEAD_BYTES, RAW, Views, views_of, words_of
 from zloader.storage.layout import MatrixLayout, expand
 
-# The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
-# elements and the sum. The last two are known for rows of a panel only.
-ENTRY = np.dtype([("offset", "<u8"), ("length", "<u4"), ("whole_length", "<u4"), ("whole_sum", "<f8")])
-assert ENTRY.itemsize == ENTRY_BYTES
 # A block takes 50 to 250 KB, so that little of its last page is unused. It is read from the store as a whole, even if a
 # fetch needs a single row.
 _BLOCK_ROWS, _PANEL_ROWS = 32, 128
@@ -138,38 +135,23 @@ def _dense_rows(chunk_rows: int, row_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptRows:
-    """Some rows in the memory of a mirror: row i has `lengths[i]` elements, and begins at byte `starts[i]`.
+    """Some rows in the memory of a mirror, whose fields are those of SourceRows in zloader.reading.gather."""
 
-    `totals` are the sums of the rows with all genes, where they are known.
-    """
-
-    form: RowForm
-    content: NDArray[np.uint8]
-    starts: Rows
+    genes: NDArray[Any] | None
+    values: NDArray[Any]
+    starts: tuple[Rows, Rows]
     lengths: Rows
+    coded: Views | None
     totals: NDArray[np.float64] | None
-
-    @property
-    def views(self) -> Views:
-        """The memory as bytes, and in the dtypes of genes and values."""
-        assert self.form.genes is not None
-        return views_of(self.content, self.form.genes, self.form.values)
-
-    def elements(self) -> tuple[Rows, Rows]:
-        """Where genes and values of raw rows begin, in elements of their dtypes."""
-        if self.form.genes is None:
-            return self.starts, self.starts // self.form.values.itemsize
-        genes, values, _ = self.form.places_in_rows(self.starts, self.lengths)
-        return genes // self.form.genes.itemsize, values // self.form.values.itemsize
 
 
 def begun_blocks(
-    form: RowForm, lengths: Rows, entries: NDArray[np.uint64], memory: NDArray[np.uint8]
+    form: RowForm, lengths: Rows, sums: NDArray[np.float64], memory: NDArray[np.uint8]
 ) -> tuple[Rows, Sequence[Rows]]:
     """Begins blocks of raw rows, one after another, at the beginning of some memory. Unused bytes are 0.
 
     Returns the byte after each block, and where the genes and the values of each row belong, in elements. Of dense
-    rows, returns where the values of each block belong. `entries` are those of the rows, without places and lengths.
+    rows, returns where the values of each block belong. `sums` are those of CSR rows with all genes.
     """
     n_blocks = -(-len(lengths) // form.block_rows)
     words = words_of(memory, np.uint64)
@@ -178,7 +160,7 @@ def begun_blocks(
         ends = np.cumsum(-(-sizes // ALIGNED) * ALIGNED)
         words[ends[ends > 0] // ALIGNED - 1] = 0
         return ends, [np.append(0, ends[:-1])[:n_blocks] // form.values.itemsize]
-    n_rows, n_words = len(lengths), ENTRY_BYTES // 8
+    n_rows = len(lengths)
     block, within = np.divmod(np.arange(n_rows), form.block_rows)
     genes, values, stops = form.places_in_rows(np.zeros_like(lengths), lengths)
     heads = np.cumsum(stops) - stops + (block + 1) * (form.block_rows * ENTRY_BYTES)
@@ -186,27 +168,34 @@ def begun_blocks(
     ends = stops[np.minimum(np.arange(1, n_blocks + 1) * form.block_rows, n_rows) - 1]
     begins = np.append(0, ends)[block]
     if in_last := n_rows % form.block_rows:
-        words[begins[-1] // 8 + in_last * n_words : heads[-in_last] // 8] = 0
+        words[begins[-1] // 8 + in_last * ENTRY_WORDS : heads[-in_last] // 8] = 0
     words[(values - 1) // 8] = 0
     words[stops // 8 - 1] = 0
     words[heads // 8] = RAW << 16 | RAW
-    of_entries = entries.view(ENTRY)[:, 0]
-    of_entries["offset"], of_entries["length"] = heads - begins, lengths
-    words[(begins // 8 + within * n_words)[:, None] + np.arange(n_words)] = entries
+    entries = begins // 8 + within * ENTRY_WORDS
+    words[entries], words[entries + 1], words[entries + 2] = heads - begins, lengths, sums.view(np.uint64)
     return ends, (genes // form.genes.itemsize, values // form.values.itemsize)
 
 
 def places_of(form: RowForm, content: NDArray[np.uint8], blocks: Rows, within: Rows) -> KeptRows:
     """Rows of blocks that begin at these bytes of some memory; row i is number `within[i]` of its block."""
     if form.genes is None:
-        starts, lengths = blocks + within * form.row_bytes, np.full(len(blocks), form.width)
-        return KeptRows(form=form, content=content, starts=starts, lengths=lengths, totals=None)
-    words = words_of(content, np.uint64)
-    n_words = ENTRY_BYTES // 8
-    entries = words[(blocks // 8 + within * n_words)[:, None] + np.arange(n_words)].view(ENTRY)[:, 0]
-    starts = blocks + entries["offset"].astype(np.int64)
-    lengths, totals = entries["length"].astype(np.int64), entries["whole_sum"]
-    return KeptRows(form=form, content=content, starts=starts, lengths=lengths, totals=totals)
+        heads, lengths = blocks + within * form.row_bytes, np.full(len(blocks), form.width)
+        starts, values = (heads, heads // form.values.itemsize), words_of(content, form.values)
+        return KeptRows(genes=None, values=values, starts=starts, lengths=lengths, coded=None, totals=None)
+    words, entries = words_of(content, np.uint64), blocks // 8 + within * ENTRY_WORDS
+    offsets, lengths, sums = (words[entries + k] for k in range(ENTRY_WORDS))
+    heads, lengths, views = (
+        blocks + offsets.astype(np.int64),
+        lengths.astype(np.int64),
+        views_of(content, form.genes, form.values),
+    )
+    starts = heads, heads
+    if not form.coded:
+        genes, values, _ = form.places_in_rows(heads, lengths)
+        starts = genes // form.genes.itemsize, values // form.values.itemsize
+    coded, totals = views if form.coded else None, sums.view(np.float64)
+    return KeptRows(genes=views[1], values=views[2], starts=starts, lengths=lengths, coded=coded, totals=totals)
 
 
 def _aligned(at: Any, to: int) -> Any:
