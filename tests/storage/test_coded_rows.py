@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 from zloader.reading.gather import SourceRows
 from zloader.reading.matrix_reader import packed
 from zloader.storage.coded_rows import ALIGNED, ENTRY_BYTES, HEAD_BYTES, RAW, take_genes, take_values, words_of
-from zloader.storage.row_blocks import KeptRows, RowForm, begun_blocks, places_of
+from zloader.storage.row_blocks import KeptRows, RowForm, begun_blocks, bounds_of, places_of
 
 pytestmark = pytest.mark.any_version
 
@@ -69,6 +69,11 @@ class Packed:
     def kept(self) -> KeptRows:
         blocks, within = np.divmod(np.arange(len(self.lengths)), self.form.block_rows)
         return places_of(self.form, self.content, self.begins[blocks], within)
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        blocks, within = np.divmod(np.arange(len(self.lengths)), self.form.block_rows)
+        return bounds_of(self.form, self.content, self.begins[blocks], self.ends[blocks], within)
 
     def table(self, block: int) -> np.ndarray:
         """The entries of a block: the first byte, the length and the sum of each row."""
@@ -132,6 +137,7 @@ def check(rows: list[Row], **options: Any) -> Packed:
     np.testing.assert_array_equal(block.starts[firsts], block.begins + size * ENTRY_BYTES)
     np.testing.assert_array_equal(block.starts[~firsts], ends[:-1][~firsts[1:]])
     np.testing.assert_array_equal(ends[np.append(firsts[1:], True)], block.ends)
+    np.testing.assert_array_equal(block.bounds, [block.starts, ends])
     assert not (block.starts % ALIGNED).any()
     for number, wanted in enumerate(rows):
         assert not raw or block.heads(number) == [RAW, RAW]

@@ -35,10 +35,9 @@ from zloader.common import page_cache
 from zloader.common.file_systems import close_with
 from zloader.common.locks import forkable_lock
 from zloader.common.records import Rows
-from zloader.storage.coded_rows import ENTRY_BYTES
 from zloader.storage.decode import checksum
 from zloader.storage.layout import distinct
-from zloader.storage.row_blocks import KeptRows, RowForm, places_of
+from zloader.storage.row_blocks import KeptRows, RowForm, bounds_of, places_of
 
 log = logging.getLogger("zloader")
 
@@ -209,22 +208,16 @@ class RowsFile:
         blocks, within = np.divmod(rows, self.form.block_rows)
         starts, stops = self._bounds(blocks)
         content = self._mapped(stops, 0)
-        self._prefetch(starts, stops, within)
+        firsts = np.flatnonzero(np.diff(starts, prepend=-1))  # of the rows, the first one of each block
+        few = len(firsts) * _ROWS_OF_WHOLE >= len(starts)
+        # The kernel loads whole blocks, or their tables first, which say where the few rows are.
+        until = starts + self.form.table_bytes if few else stops
+        page_cache.prefetch(self._file, starts[firsts], until[firsts])
         found = places_of(self.form, content, starts, within)
+        if few:
+            page_cache.prefetch(self._file, *bounds_of(self.form, content, starts, stops, within))
         self._mapped(stops, int(found.lengths.sum()) * 2)
         return found
-
-    def _prefetch(self, starts: Rows, stops: Rows, within: Rows) -> None:
-        """Makes the kernel load what will be read: whole blocks, or their tables and about where single rows are."""
-        few = np.flatnonzero(np.diff(starts, prepend=-1))  # the first row of each block
-        if len(few) * _ROWS_OF_WHOLE < len(starts):
-            page_cache.prefetch(self._file, starts[few], stops[few])
-            return
-        tables = 0 if self.form.genes is None else ENTRY_BYTES * self.form.block_rows
-        mean = (stops - starts - tables) // self.form.block_rows
-        rows = starts + tables + within * mean
-        begins, ends = np.concatenate([starts[few], rows]), np.concatenate([starts[few] + tables, rows + mean])
-        page_cache.prefetch(self._file, begins, ends)
 
     # ---- filling
 

@@ -87,6 +87,11 @@ class RowForm:
         return replace(self, coded=False), replace(self, coded=True)
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the table at the beginning of a block."""
+        return 0 if self.genes is None else self.block_rows * ENTRY_BYTES
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a dense row."""
         return int(self.width * self.values.itemsize)
@@ -163,7 +168,7 @@ def begun_blocks(
     n_rows = len(lengths)
     block, within = np.divmod(np.arange(n_rows), form.block_rows)
     genes, values, stops = form.places_in_rows(np.zeros_like(lengths), lengths)
-    heads = np.cumsum(stops) - stops + (block + 1) * (form.block_rows * ENTRY_BYTES)
+    heads = np.cumsum(stops) - stops + (block + 1) * form.table_bytes
     genes, values, stops = heads + genes, heads + values, heads + stops
     ends = stops[np.minimum(np.arange(1, n_blocks + 1) * form.block_rows, n_rows) - 1]
     begins = np.append(0, ends)[block]
@@ -196,6 +201,17 @@ def places_of(form: RowForm, content: NDArray[np.uint8], blocks: Rows, within: R
         starts = genes // form.genes.itemsize, values // form.values.itemsize
     coded, totals = views if form.coded else None, sums.view(np.float64)
     return KeptRows(genes=views[1], values=views[2], starts=starts, lengths=lengths, coded=coded, totals=totals)
+
+
+def bounds_of(form: RowForm, content: NDArray[np.uint8], blocks: Rows, ends: Rows, within: Rows) -> tuple[Rows, Rows]:
+    """The first byte of each row of `places_of`, and the byte after its last; block i ends before byte `ends[i]`."""
+    if form.genes is None:
+        begins = blocks + within * form.row_bytes
+        return begins, begins + form.row_bytes
+    words, entries = words_of(content, np.uint64), blocks // 8 + within * ENTRY_WORDS
+    begins, nexts = (blocks + words[entries + k].astype(np.int64) for k in (0, ENTRY_WORDS))
+    is_last = (within == form.block_rows - 1) | (nexts == blocks)  # the last block may have fewer rows
+    return begins, np.where(is_last, ends, nexts)
 
 
 def _aligned(at: Any, to: int) -> Any:
