@@ -110,7 +110,7 @@ def _fill(directory, blocks=ALL, form=FORM, truth=TRUTH):
 def _rows(mirror, rows):
     """Some rows as they are in a mirror."""
     kept = mirror.rows(rows)
-    return np.stack([kept.content[at : at + mirror.form.row_bytes] for at in kept.starts]).view(mirror.form.values)
+    return np.stack([kept.values[at : at + mirror.form.width] for at in kept.starts[1]])
 
 
 def _check_present_blocks(directory, form=FORM, truth=TRUTH):
@@ -138,7 +138,7 @@ def test_exactly_the_written_blocks_are_present(tmp_path):
     assert mirror.missing(np.array([9, 3, 0, 1])).tolist() == [3, 1]  # in the order given
     rows = np.array([94, 70, 3, 70])
     np.testing.assert_array_equal(_rows(mirror, rows), TRUTH[rows])
-    assert not mirror.rows(rows).content.flags.writeable
+    assert not mirror.rows(rows).values.flags.writeable
 
 
 def test_several_blocks_are_written_at_once(tmp_path):
