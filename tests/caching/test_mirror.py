@@ -877,11 +877,11 @@ def test_words_are_looked_at_in_windows(tmp_path, monkeypatch):
 
 def test_a_large_file_is_mapped_anew_once_much_of_it_was_read(tmp_path, monkeypatch):
     file = _fill(tmp_path)
-    before = file.rows(np.arange(95)).content
-    assert file.rows(np.arange(95)).content.ctypes.data == before.ctypes.data
+    before = file.rows(np.arange(95)).values
+    assert file.rows(np.arange(95)).values.ctypes.data == before.ctypes.data
     monkeypatch.setattr(rows_file, "_LARGE_FILE", 500)
     monkeypatch.setattr(rows_file, "_MOST_MAPPED", 100)
     file.rows(np.arange(95))
-    after = file.rows(np.arange(95)).content
+    after = file.rows(np.arange(95)).values
     assert after.ctypes.data != before.ctypes.data
     np.testing.assert_array_equal(before, after)  # the old map lasts for those who hold it
