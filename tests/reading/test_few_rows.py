@@ -86,7 +86,7 @@ def test_scattered_rows_are_the_same(genes, values, wanted, mapped, draw):
     if mapped:
         table = np.array(draw.draw(st.permutations(range(2 * N_GENES))), np.uint32)
         tables = table, np.array([N_GENES * (row % 2) for row in range(len(lengths))], np.int64)
-    out = np.zeros((len(lengths) + 2, 2 * N_GENES), wanted)
+    out = np.full((len(lengths) + 2, 2 * N_GENES), 7, wanted)  # which is overwritten, but in two rows
     (_, by_loop), (_, by_numpy) = both(
         loops.scatter_rows, (columns, tables), stored, (starts, starts), lengths, at, out
     )

@@ -228,9 +228,8 @@ def dense_rows(
 
     Rows that no part holds are zeros. `empty` makes its memory.
     """
-    filled = all(part.genes is None for part in parts) and sum(len(part.lengths) for part in parts) == n_rows
     out = aligned(empty, (n_rows, n_genes), dtype)
-    if not filled:
+    if sum(len(part.lengths) for part in parts) < n_rows:
         out.fill(0)
     for part in parts:
         to = np.arange(n_rows)[part.at]

@@ -192,13 +192,13 @@ def _scatter_rows(
     at: Rows,
     out: NDArray[Any],
 ) -> None:
-    """Adds rows to zeros."""
+    """Makes dense rows."""
     genes, columns_of = mapped
     assert out.flags.c_contiguous  # or else this is a copy
     flat = out.reshape(-1)
     for first in range(0, len(lengths), _ROWS):
         few = slice(first, first + _ROWS)
-        n = lengths[few]
+        n, out[at[few]] = lengths[few], 0
         taken = _packed(values, starts[1][few], n, out.dtype)
         columns = _packed(genes, starts[0][few], n, np.int64)
         if columns_of is not None:
@@ -228,12 +228,14 @@ def scatter_rows(
     at: Rows,
     out: NDArray[Any],
 ) -> None:
+    """Makes dense rows: each is set to zero just before its values are added, while it is in the core's cache."""
     genes, columns_of = mapped
     for row in range(len(lengths)):
         n, column_of = lengths[row], columns_in(columns_of, row)
         columns = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
         given = out[at[row]]
+        given[:] = 0
         for i in range(n):
             given[column_in(column_of, columns[i])] += given.dtype.type(taken[i])
 
@@ -288,5 +290,6 @@ def scatter_coded(rows: Views, heads: Rows, lengths: Rows, at: Rows, out: NDArra
         end = take_genes(rows, heads[row], columns[:n])
         take_values(rows, heads[row], end, values[:n])
         given = out[at[row]]
+        given[:] = 0
         for i in range(n):
             given[columns[i]] += values[i]
