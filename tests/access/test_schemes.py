@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -717,6 +718,24 @@ def test_the_query_of_an_address_is_sent_with_each_request(odd, tmp_path, name, 
     kept = b"".join(path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file())
     assert "hush" not in f"{shown} {caught.value} {caplog.text}"
     assert b"hush" not in kept
+
+
+SECRET: dict[str, tuple[str, dict[str, Any]]] = {
+    "query": ("http://127.0.0.1:9/a.zarr?sig=hush", {}),
+    "headers": ("http://127.0.0.1:9/a.zarr", {"headers": {"Authorization": "Bearer hush\n"}}),
+    "query as a dict": ("http://127.0.0.1:9/a.zarr", {"query": {"sig": "hush"}}),
+    "endpoint": ("gs://bucket/a.zarr", {"token": "anon", "endpoint_url": "http://me:hush@127.0.0.1:9"}),
+    "s3": ("s3://bucket/a.zarr", {"key": "k", "secret": "hush", "endpoint_url": "http://me:hush@127.0.0.1:9"}),
+    "azure": ("az://cells/a", {"account_name": "a", "sas_token": "hush%%", "account_host": "http://127.0.0.1:9"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("url", "options"), SECRET.values(), ids=SECRET)
+def test_tracebacks_have_no_secrets(url, options):
+    with pytest.raises((OptionError, StoreError)) as caught:
+        zl.open_dataset(url, storage_options=options)
+    assert "hush" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_files_that_only_a_query_tells_apart():

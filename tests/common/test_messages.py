@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zloader.common.messages import nearest, reason_of, suggestion, without_secrets, without_users
+from zloader.common.messages import cause, nearest, reason_of, suggestion, without_secrets, without_users
 
 pytestmark = pytest.mark.any_version
 
@@ -81,3 +81,9 @@ def test_urls_are_shown_without_secrets(url: str, shown: str) -> None:
 def test_reasons_are_said_without_secrets() -> None:
     said = reason_of(ValueError("GET https://me:hush@host/a?sig=hush failed at az://box@host/b"))
     assert said == "GET https://host/a failed at az://box@host/b"
+
+
+def test_causes_are_shown_without_secrets() -> None:
+    error = ValueError("no answer from https://me:hush@host/a?sig=hush, after 4 retries")
+    assert str(cause(error)) == "ValueError: no answer from https://host/a after 4 retries"
+    assert cause(harmless := ValueError("no answer from https://host/a")) is harmless

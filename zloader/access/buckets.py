@@ -28,6 +28,7 @@ from zloader.access.object_files import ObjectScheme, awaited, tag_of
 from zloader.access.scheme import libraries, require_endpoint, status_of
 from zloader.access.stored_objects import TRUSTED_SINCE, Listing, StoredObject
 from zloader.common.errors import OptionError, StoreError
+from zloader.common.messages import cause
 
 _BLOBS = re.compile(r"[^@:/]+@(?P<account>[a-z0-9-]+)\.(?:dfs|blob)\.(?P<domain>[a-z0-9.-]+)", re.IGNORECASE)
 # Azure's options that have a variable, such as AZURE_STORAGE_ACCOUNT_KEY.
@@ -215,6 +216,8 @@ class Web(ObjectScheme):
 
     def require_url(self, location: Any, shown: str) -> None:
         super().require_url(location, shown)
+        if not isinstance(location.storage_options.get("query", ""), str):
+            raise OptionError("the query in storage_options for http(s) must be text, as it follows ? in an address")
         try:
             port = urlsplit(location.url).port
         except ValueError as error:
@@ -308,7 +311,7 @@ async def _stored_object(store: Any, key: str, url: str) -> StoredObject | None:
             raise StoreError(
                 f"the server of {url}/{key} does not support byte ranges, which reading shards requires: it answered a "
                 "request of the first byte with the whole object. Use another server, or copy the store"
-            ) from error
+            ) from cause(error)
     tag, modified = tag_of(result.meta), result.meta["last_modified"].timestamp()
     # An ETag does not help if the time is artificial: most servers derive the ETag from the file's time and size.
     trusted = modified == 0 or modified >= TRUSTED_SINCE

@@ -23,6 +23,7 @@ from zloader.access.object_files import ObjectFiles, ObjectScheme, kept_store, r
 from zloader.access.scheme import ReadRange, access_errors, is_denial, libraries, status_of, wait_s
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import OptionError, ReadError, StoreNotFoundError
+from zloader.common.messages import cause
 
 _REPOSITORY = re.compile(
     r"(?P<kind>(?:datasets|spaces|models|buckets)/)?(?!(?:datasets|spaces|models|buckets)/)(?P<name>[^/@]+/[^/@]+)"
@@ -158,7 +159,7 @@ class _HubFiles(ObjectFiles):
                 raise ReadError(
                     f"cannot read {key} of {self._location.url}: the Hub limits how often it is asked (429), and asks "
                     f"to wait {pause_s:.0f} s. Try again then"
-                ) from error
+                ) from cause(error)
         time.sleep(pause_s)
         return super().cat_file(path, start, end)
 

@@ -27,7 +27,7 @@ from zloader.common.errors import (
     TruncatedObjectError,
     ZloaderError,
 )
-from zloader.common.messages import reason_of
+from zloader.common.messages import cause, reason_of
 from zloader.storage.coders import is_whole_blosc, require_packages
 from zloader.storage.layout import require_bytes
 from zloader.storage.metadata import SHARDING, codecs_of_arrays
@@ -122,8 +122,10 @@ class ListedStore(Store):
                 raise
             reason = reason_of(error)
             if is_denial(error):
-                raise AccessDeniedError(f"not allowed to read {key} of {self._url}: {reason}") from error
-            raise ReadError(f"cannot read {key} of {self._url}: {reason}. Is its server running? Try again") from error
+                raise AccessDeniedError(f"not allowed to read {key} of {self._url}: {reason}") from cause(error)
+            raise ReadError(f"cannot read {key} of {self._url}: {reason}. Is its server running? Try again") from cause(
+                error
+            )
 
     def _is_absent(self, key: str) -> bool:
         return self._all_listed and key not in self.sizes

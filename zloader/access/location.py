@@ -21,7 +21,7 @@ from zloader.access.schemes import SCHEMES
 from zloader.access.stored_objects import Listing, StoredObject
 from zloader.common.checks import absolute_path
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
-from zloader.common.messages import reason_of, suggestion, without_secrets
+from zloader.common.messages import cause, reason_of, suggestion, without_secrets
 
 _HDF5_SUFFIXES = (".h5ad", ".h5mu", ".h5", ".hdf5")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -245,12 +245,14 @@ class Location:
                 if is_denial(error):
                     raise AccessDeniedError(
                         f"not allowed to {doing} {self.url}: {reason}. Check {self.kind.advice}"
-                    ) from error
+                    ) from cause(error)
                 raise StoreError(
                     f"cannot {doing} {self.url}: {reason}. Is the endpoint correct, and is its server running?"
-                ) from error
+                ) from cause(error)
             if isinstance(error, TypeError | ValueError | AttributeError | KeyError):
-                raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
+                raise OptionError(
+                    f"cannot {doing} {self.url} with these storage_options: {reason_of(error)}"
+                ) from cause(error)
             raise
 
 

@@ -84,6 +84,12 @@ def reason_of(error: BaseException) -> str:
     return " ".join(text.split())[:_MOST_REASON] or type(error).__name__
 
 
+def cause(error: Exception) -> Exception:
+    """The error, as the cause of another, which tracebacks show; or its text alone, without secrets in URLs."""
+    text = _QUERY.sub(r"\1", without_users(str(error)))
+    return error if text == str(error) else RuntimeError(f"{type(error).__name__}: {text}")
+
+
 def suggestion(name: Any, known: Iterable[str]) -> str:
     """`". Did you mean 'x'?"` with the names in `known` that are nearest to `name`; an empty string if none is near."""
     found = nearest(name, known) if isinstance(name, str) else []
