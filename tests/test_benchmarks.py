@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -394,12 +394,6 @@ def test_the_trainings_run_and_compare_with_their_baselines(tmp_path, capsys):
     assert "did not fall below" in capsys.readouterr().out
 
 
-@pytest.fixture
-def scale() -> ModuleType:
-    """benchmarks/scale/run.py"""
-    return pytest.importorskip("benchmarks.scale.run", exc_type=ImportError, reason="Ray is not installed")
-
-
 def test_the_bill_reproduces_the_committed_figures(tmp_path, capsys):
     """Those of docs/performance.md and of benchmarks/README.md, and rates that zloader bench measured."""
     tahoe = bill.Run().bill()
@@ -421,28 +415,6 @@ def test_the_bill_reproduces_the_committed_figures(tmp_path, capsys):
     assert (of["cold_rows_per_s"], of["warm_rows_per_s"]) == (24_600, 48_000)
     slow = bill.Run(gpu_rows_per_s=1e6, link_megabytes_per_s=1200).bill()
     assert (slow["cold"]["bound_by"], slow["warm"]["bound_by"]) == ("link", "loading")
-
-
-def test_the_simulated_cluster_reads_what_the_plan_says(scale, tmp_path, capsys):
-    found = scale.simulated(60_000, [1, 2])
-    one, two = found["scale"][:2]
-    assert one["rows_per_s"] < two["rows_per_s"] < 2.1 * one["rows_per_s"]
-    assert one["rows_per_s"] < scale.SMALL.cold_rows_per_s
-    assert found["mirrors"][0]["gets"] > 0 == found["mirrors"][1]["gets"]  # one machine has it all
-    assert found["mirrors"][0]["mirror_bytes"] == found["mirrors"][2]["mirror_bytes"] > 0.95 * 3_000 * 1840 * 4
-    scale.draw(found).savefig(tmp_path / "scale.svg")
-    assert "protoplast" in (tmp_path / "scale.svg").read_text()
-    assert " bound |" in capsys.readouterr().out
-
-
-def test_the_simulated_cluster_loses_time_and_no_minibatches(scale):
-    store = scale.Store(300_000)
-    epoch, cluster = scale.Epoch(store, 0), scale.replace(scale.SMALL, machines=3)
-    (whole,) = scale.epochs(store, cluster, [epoch])
-    (broken,) = scale.epochs(store, scale.replace(cluster, fail_every_s=0.4, notice_s=0.5, restart_s=1.0), [epoch])
-    assert broken["failures"] > 0 == whole["failures"]
-    assert broken["seconds"] > whole["seconds"]
-    assert broken["bytes_read"] > whole["bytes_read"]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ FLOORS = {
     "insight": 7,
     "training": 7,
     "dataset": 6,
-    "producing": 6,
     "reading": 5,
     "caching": 4,
     "transforms": 4,
@@ -50,7 +49,6 @@ MAY_IMPORT = {
         "zloader.training.arrays",
         "zloader.training.loader",
         "zloader.training.tensors",
-        "zloader.producing.shared_memory",
         "zloader.ray.streams",
         "zloader.commands.demo_run",
         "zloader.integrations.lightning",
@@ -63,9 +61,7 @@ MAY_IMPORT = {
     "lightning": {"zloader.integrations.lightning", "zloader.integrations.scvi_rows"},
     "ray": {
         "zloader.ray",
-        "zloader.ray.producers",
-        "zloader.ray.alive",
-        "zloader.ray.crew",
+        "zloader.ray.sent",
         "zloader.ray.streams",
     },
     "anndata": {

@@ -305,9 +305,9 @@ def test_torchrun_starts_ranks(source, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_producers_on_ray_change_nothing(work):
+def test_tasks_of_ray_change_nothing(work):
     pytest.importorskip("ray", reason='Ray is not installed: pip install "zloader[ray]"')
-    plain, streamed = (result(script("--work", work, "--epochs", "2", *flags)) for flags in ([], ["--producers", "1"]))
+    plain, streamed = (result(script("--work", work, "--epochs", "2", *flags)) for flags in ([], ["--ray-tasks", "1"]))
     for name in ("step", "order", "losses", "held_out"):
         assert streamed[name] == plain[name]
     assert streamed["ray_cpu_s"] > 0

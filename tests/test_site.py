@@ -51,20 +51,6 @@ def test_a_picture_is_the_one_that_its_script_draws(name, monkeypatch, tmp_path)
 
 
 @pytest.mark.any_version
-def test_the_table_of_rays_page_has_the_simulated_figures_of_its_picture(monkeypatch):
-    style = imported(PICTURES / "style.py", monkeypatch)
-    found = json.loads((PICTURES / "scaling.json").read_text())
-    networks = list(dict.fromkeys(run["network"] for run in found["scale"]))
-    rows = style.table("ray", "| machines with producers |")
-    for network, (_, *cells) in zip(networks, rows, strict=True):
-        runs = {run["machines"]: run["rows_per_s"] for run in found["scale"] if run["network"] == network}
-        assert [style.number(cell) for cell in cells] == [round(runs[n], -3) for n in (1, 4, 16, 32)]
-    assert (
-        f"{round(figure.s3_rows_per_s(found), -3):,.0f} rows/s reach".replace(",", " ") in (DOCS / "ray.md").read_text()
-    )
-
-
-@pytest.mark.any_version
 def test_the_tables_of_many_machines_have_the_simulated_figures_of_its_picture(monkeypatch):
     style = imported(PICTURES / "style.py", monkeypatch)
     found = json.loads((PICTURES / "cluster.json").read_text())

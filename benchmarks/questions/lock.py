@@ -11,7 +11,8 @@ Three sides take turns in one process per number of cores, to which it is pinned
 
 - alone: the steps with one minibatch, again and again.
 - loader: the steps, each with the next minibatch of a zl.Loader.
-- engine: the same with `processes=1`.
+- worker: the same in one persistent worker of a torch DataLoader. It is started by a fork server, so that "CPU s" does
+  not count it.
 
 "x alone" is the time per step, with the wait for its minibatch, divided by that of the steps alone in the same turn.
 "CPU s" is user and system time of all processes per 100 000 rows, without that of as many steps alone. "us" is the
@@ -47,9 +48,9 @@ from zloader.insight.usage import cpu_s
 
 N_GENES = 500
 N_TOKENS = 16
-SIDES = ("alone", "loader", "engine")
+SIDES = ("alone", "loader", "worker")
 SKIPPED = 8  # minibatches at the start of an epoch, which are not measured
-COLUMNS = ("cores", "step ms", "loader, x alone", "(range)", "rows/s", "CPU s", "us", "engine, x alone", "(range)")
+COLUMNS = ("cores", "step ms", "loader, x alone", "(range)", "rows/s", "CPU s", "us", "worker, x alone", "(range)")
 COLUMNS += ("rows/s", "CPU s", "us")
 Step = Callable[[Any, Any], object]  # of x and labels
 
@@ -193,7 +194,9 @@ def measured(store: str, mirror: str, cores: int, name: str, turns: int, seconds
     options = {"batch_size": case.batch_size, "obs": [column], **case.options}
     if "genes" in options:
         dataset = dataset[:, options.pop("genes")]
-    loaders = {side: zl.Loader(dataset, processes=each, **options) for side, each in (("loader", 0), ("engine", 1))}
+    loaders: dict[str, Any] = {"loader": zl.Loader(dataset, **options)}
+    how = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "forkserver"}
+    loaders["worker"] = torch.utils.data.DataLoader(zl.Loader(dataset, **options), batch_size=None, **how)
     step = case.step(len(dataset.categories(column)))
     kept = next(iter(loaders["loader"]))
     pair = kept.x, kept.obs[column]

@@ -31,6 +31,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.harness.virtual_time import run_in_virtual_time
 from benchmarks.scale.figure import S3_GETS_PER_S, draw_ways
 from benchmarks.scale.simulated import (
@@ -47,8 +49,7 @@ from benchmarks.scale.simulated import (
     show,
     until,
 )
-from zloader.order.ranks import RankPlacement
-from zloader.order.shuffling import stratified
+from zloader.dataset.splits import BLOCK_ROWS, dealt_in_blocks
 
 MACHINES = (1, 2, 4, 8, 16, 32, 64)
 LIMITS = (None, S3_GETS_PER_S)
@@ -78,7 +79,6 @@ def main() -> None:
 class Many(Cluster):
     """Machines that train. `bucket_mbps` and `nic_mbps` are those of each machine, `nic_mbps` in each direction."""
 
-    mirror: bool = True
     trainers: int = 8
     disk_mbps: float = 3000.0
     page_bytes: float = 128e9  # memory for pages of the mirror
@@ -90,7 +90,7 @@ class Node(Machine):
 
     def __init__(self, store: Store, cluster: Many) -> None:
         self.many = cluster
-        super().__init__("a machine", cluster, store)
+        super().__init__(cluster, store)
 
     def begin(self) -> None:
         """Begins an epoch."""
@@ -102,13 +102,13 @@ class Node(Machine):
         """The figures of an epoch on all machines."""
         self.begin()
         rows, seconds = run_in_virtual_time(self._epoch(epoch))
-        scale = epoch.plan.n_rows / rows  # of all machines, from the one that is simulated
+        scale = epoch.store.rows / rows  # of all machines, from the one that is simulated
         gets = round(scale * self.gets)
         parts = {"bucket link": self.bucket, "cores": self.cores, "disk": self.disk, "NIC": self.nic}
         busy = {name: pipe.busy_s for name, pipe in parts.items()}
         bound, bound_share = busiest({**busy, "GETs": gets / self.many.gets_per_s}, seconds)
         return {
-            "rows_per_s": epoch.plan.n_rows / seconds,
+            "rows_per_s": epoch.store.rows / seconds,
             "seconds": seconds,
             "rows_made": rows,
             "gets": gets,
@@ -121,7 +121,7 @@ class Node(Machine):
 
     async def _epoch(self, epoch: Epoch) -> int:
         # The fetches of this machine. A plan of one machine has no others.
-        numbers = deque(range(0, epoch.plan.n_fetches, self.many.machines if epoch.plan.machines == 1 else 1))
+        numbers = deque(range(0, epoch.plan.n_fetches, self.many.machines if epoch.part is None else 1))
         rows = 0
 
         async def work() -> None:
@@ -179,10 +179,8 @@ def of_epochs(store: Store, cluster: Many, made: Sequence[Epoch]) -> Iterator[Fi
 
 def parts(store: Store, machines: int) -> list[Epoch]:
     """The epochs of the first of some machines that keep to parts."""
-    place = RankPlacement(rank=0, world_size=machines, machines=machines)
-    dealt = place.keep_to_parts(stratified(), store.rows)
-    options = {"world_size": machines, "machines": machines, "sampling": dealt}
-    return [Epoch(store, number, **options) for number in range(N_EPOCHS)]
+    of_row = dealt_in_blocks(machines, store.rows, block_size=BLOCK_ROWS, seed=0)
+    return [Epoch(store, number, np.flatnonzero(of_row == 0)) for number in range(N_EPOCHS)]
 
 
 def limited(cluster: Many, gets_per_s: float | None) -> Many:

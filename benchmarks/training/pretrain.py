@@ -13,7 +13,7 @@ simulated S3 on 127.0.0.1 (cloud.py; --disk reads files instead). The first epoc
 others read the mirror.
 
 Ranks: --ranks N starts N processes on this machine (gloo, or NCCL with --device cuda). Under torchrun, each process is
-a rank; --store is needed then. --producers N makes minibatches in N processes of Ray instead of in the training
+a rank; --store is needed then. --ray-tasks N makes minibatches in N tasks of Ray instead of in the training
 process.
 
 Held-out rows, split off by seed, are masked in the same places after every epoch. The baseline predicts the mean of
@@ -179,7 +179,7 @@ def arguments() -> argparse.ArgumentParser:
     model.add_argument("--checkpoint-steps", type=int, default=defaults.checkpoint_steps, metavar="N")
     ways = parser.add_argument_group("processes")
     ways.add_argument("--ranks", type=int, default=1, metavar="N")
-    ways.add_argument("--producers", type=int, default=0, metavar="N", help="make minibatches on Ray")
+    ways.add_argument("--ray-tasks", type=int, default=0, metavar="N", help="make minibatches on Ray")
     ways.add_argument("--ray-address", help="of a cluster; default: a new one on this machine")
     rows = parser.add_argument_group("rows")
     rows.add_argument("--store", help="a store, instead of an atlas that is made")
@@ -208,7 +208,7 @@ def usable(parser: argparse.ArgumentParser, options: argparse.Namespace, torchru
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be a number above 0, not {value:g}")
-    for name in ("warmup", "producers", "seed", "atlas_seed"):
+    for name in ("warmup", "ray_tasks", "seed", "atlas_seed"):
         if getattr(options, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must be at least 0, not {getattr(options, name)}")
     for name in ("rows", "genes", "programmes", "types"):
@@ -222,7 +222,7 @@ def usable(parser: argparse.ArgumentParser, options: argparse.Namespace, torchru
         parser.error("under torchrun, give --store, and leave out --ranks")
     if options.checkpoint and options.store is None and options.work is None:
         parser.error("with --checkpoint, give --work or --store, so that the rows are still there later")
-    if options.producers and options.ranks > 1 and options.ray_address is None:
+    if options.ray_tasks and options.ranks > 1 and options.ray_address is None:
         parser.error("with --ranks, start Ray first (ray start --head), and give --ray-address auto")
     if options.checkpoint:
         checkpoint.require_writable(Path(options.checkpoint))

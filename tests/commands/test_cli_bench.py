@@ -75,17 +75,6 @@ def test_cold_epochs_cost_what_info_foretells(store):
     assert {field.name for field in dataclasses.fields(zl.Statistics)} <= first.keys() | {"epoch"}
 
 
-@pytest.mark.slow
-def test_engines_read_the_same_rows_and_their_processor_time_counts(store):
-    seen = documented(store, *FLAGS, "--epochs", 2, "--processes", 1)
-    assert seen["processes"] == 1
-    foretold = json.loads(zloader("info", store, "--json", *FLAGS).stdout)["epoch"]["unmirrored"]
-    first = seen["epochs"][0]["figures"]  # starts the engine, which imports NumPy
-    assert first["gets"] >= foretold["gets"]  # two fetches at once may read the same index of a shard
-    assert [epoch["figures"]["rows"] for epoch in seen["epochs"]] == [503, 503]
-    assert first["cpu_s"] > first["loop_cpu_s"] + 0.05
-
-
 def test_a_mirror_is_filled_once_and_then_warm(store, tmp_path):
     kinds, first = [], []
     for _ in range(2):

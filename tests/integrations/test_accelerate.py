@@ -66,12 +66,6 @@ def test_minibatches_are_those_of_the_loader(dataset: zl.Dataset, accelerator: A
     assert loader.statistics().epoch == 1
 
 
-@pytest.mark.slow
-def test_engines_make_the_same_minibatches(dataset: zl.Dataset, accelerator: Accelerator) -> None:
-    prepared = prepare(accelerator, zl.Loader(dataset, processes=1, **SIZES))
-    assert [rows_of(prepared) for _ in range(2)] == [rows_of(each) for each in [zl.Loader(dataset, **SIZES)] * 2]
-
-
 @pytest.mark.parametrize("of", [1, 2, 4, 9, 20])
 def test_accumulate_makes_a_step_at_the_last_minibatch(dataset: zl.Dataset, of: int) -> None:
     """As with a DataLoader of accelerate's own."""

@@ -79,12 +79,6 @@ def test_epochs_come_in_turn_and_validation_in_order(options, epochs):
     assert torch.cat([minibatch.row for minibatch in in_order]).tolist() == list(range(N_ROWS))
 
 
-@pytest.mark.slow
-def test_engines_make_the_same_minibatches(options, epochs):
-    model = fitted(DataModule(train=options | {"processes": 1}))
-    assert_same_minibatches(model.seen["train"], joined(epochs[:3]))
-
-
 def test_plain_loaders_see_epochs_in_turn(options, epochs):
     """Lightning calls iter() to try a loader, runs a sanity check, and validates between epochs."""
     validation = zl.Loader(**options | {"sampling": None}, shuffle=False)

@@ -165,17 +165,6 @@ def test_minibatches_are_those_of_scvis_own_loader(dataset, adata, setup):
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=0)
 
 
-def test_engines_make_the_same_minibatches(dataset):
-    plain, engines = (
-        [tensors_of(dm, minibatch) for minibatch in dm.train_dataloader()]
-        for dm in (DataModule(dataset, batch_size=32, loader_options=options) for options in ({}, {"processes": 1}))
-    )
-    assert len(plain) == len(engines) > 2
-    for one, other in zip(plain, engines, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 def test_genes_are_chosen_and_kept_in_another_dataset(dataset, adata, tmp_path):
     genes = ["gene 7", "gene 3", "gene 29"]
     dm = DataModule(dataset[:, genes], batch_key="donor", label_key="type", batch_size=50)

@@ -22,6 +22,7 @@ os.environ |= {
     "RAY_raylet_start_wait_time_s": str(int(PATIENCE_S)),
     "RAY_worker_register_timeout_seconds": str(int(PATIENCE_S)),
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(PATIENCE_S)),
+    "RAY_worker_niceness": "0",  # as the tests beside it
 }
 
 

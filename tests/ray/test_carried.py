@@ -1,4 +1,4 @@
-"""Errors of a producer reach the training process with their type or, if that cannot be sent, as text."""
+"""Errors of a task reach the training process with their type or, if that cannot be sent, as text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import pytest
 from test_stream import SMALL, loader_of, store  # noqa: F401 -- the fixture
 
 from zloader.common.errors import ProducerError
-from zloader.producing.producer import carried
 
 zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
+sent = pytest.importorskip("zloader.ray.sent")
 pytestmark = pytest.mark.any_version
+
+
+@pytest.fixture(autouse=True)
+def without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sent, "_where", lambda: ", on Ray node 7")
 
 
 class Two(Exception):
@@ -66,20 +71,20 @@ def test_an_error_keeps_its_message_and_its_line(error, kind, says):
         except ValueError as cause:
             raise error from cause
     except BaseException as met:  # noqa: BLE001 -- exits, too
-        sent = pickle.loads(pickle.dumps(carried(met)))
-    assert len(pickle.dumps(sent)) < 1 << 20
-    found = sent.opened(", on Ray node 7")
+        got = pickle.loads(pickle.dumps(sent.carried(met)))
+    assert len(pickle.dumps(got)) < 1 << 20
+    found = got.opened()
     assert isinstance(found, kind)
     with pytest.raises(kind, match=says):
         raise found
     note = found.__notes__[-1]
-    assert note.startswith("raised by a producer, on Ray node 7:\n")
+    assert note.startswith("raised by a task, on Ray node 7:\n")
     assert "raise error from cause" in note
     assert "the cause" in note
 
 
 def test_an_error_without_a_text_is_carried():
-    found = pickle.loads(pickle.dumps(carried(Wordless()))).opened("")
+    found = pickle.loads(pickle.dumps(sent.carried(Wordless()))).opened()
     assert isinstance(found, Wordless)
     assert "Wordless" in found.__notes__[-1]
 
@@ -106,7 +111,7 @@ def not_there(minibatch):
     return NotThere()
 
 
-@pytest.mark.slow  # starts producers
+@pytest.mark.slow  # starts tasks
 @pytest.mark.parametrize(
     ("function", "kind", "says"),
     [
@@ -115,7 +120,10 @@ def not_there(minibatch):
         (not_there, ProducerError, r"(?s)no such module.*must survive pickling"),
     ],
 )
-def test_what_a_function_of_the_users_own_does_in_a_producer_is_named(cluster, store, function, kind, says):  # noqa: F811
+def test_what_a_function_of_the_users_own_does_in_a_task_is_named(cluster, store, function, kind, says):  # noqa: F811
     loader = loader_of(store, batch_transform=function)
-    with zr.stream(loader, producers=1, resources=SMALL) as minibatches, pytest.raises(kind, match=says):
-        next(iter(minibatches))
+    with pytest.raises(kind, match=says) as caught:
+        next(iter(zr.stream(loader, tasks=1, resources=SMALL)))
+    if function is raises:
+        assert 'raise Two("left", "right")' in caught.value.__notes__[-1]
+        assert "test_carried.py" in caught.value.__notes__[-1]

@@ -19,8 +19,8 @@ SMALLER = {
     '"s3://bucket/cells.zarr", cache="/nvme/zloader"': "url",
     'cache="/nvme/zloader")[': "cache=None)[",
     "num_cpus=2)": "num_cpus=0.1)",
-    'producers=16, ahead_bytes="8GiB", resources={"num_cpus": 2}': 'producers=1, resources={"num_cpus": 0.1}',
-    '"producers": 2, "resources": {"num_cpus": 1}': '"producers": 1, "resources": {"num_cpus": 0.1}',
+    'tasks=16, ahead_bytes="8GiB", resources={"num_cpus": 2}': 'tasks=1, resources={"num_cpus": 0.1}',
+    '"tasks": 4, "resources": {"num_cpus": 1}': '"tasks": 1, "resources": {"num_cpus": 0.1}',
     "ScalingConfig(num_workers=2)": 'ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.1})',
 }
 
@@ -43,5 +43,4 @@ def test_the_code_of_the_page_runs(cluster, tmp_path):
     for code in CODE:
         exec(smaller(code), names)
     assert names["result"].error is None
-    names["minibatches"].close()
     np.testing.assert_array_equal(names["expressed"], np.diff(ADATA.X.tocsr().indptr))

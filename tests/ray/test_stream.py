@@ -12,14 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import MACHINE
 from helpers import PATIENCE_S, assert_same_minibatches, assert_threads_end, check_minibatch, counts, write_store
 
 import zloader as zl
@@ -31,10 +30,8 @@ from zloader.testing import assert_resumes_anywhere
 from zloader.training.devices import PlainDevice
 
 zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
-producers = pytest.importorskip("zloader.ray.producers")
-crew = pytest.importorskip("zloader.ray.crew")
-stream_module = pytest.importorskip("zloader.ray.streams")
-window = pytest.importorskip("zloader.producing.window")
+sent = pytest.importorskip("zloader.ray.sent")
+streams = pytest.importorskip("zloader.ray.streams")
 ray = pytest.importorskip("ray")
 
 pytestmark = pytest.mark.slow  # Ray takes ten seconds to start
@@ -61,10 +58,8 @@ def loader_of(store: Path | str, **options: Any) -> zl.Loader:
 
 
 @pytest.fixture(scope="module")
-def stream(cluster, store) -> Iterator[zr.Stream]:
-    """A stream with one producer, which tests share because each new producer takes seconds."""
-    with zr.stream(loader_of(store), producers=1, resources=SMALL) as one:
-        yield one
+def stream(cluster, store) -> zr.Stream:
+    return zr.stream(loader_of(store), tasks=1, resources=SMALL)
 
 
 def assert_rows_once(minibatches: list[zl.Minibatch]) -> None:
@@ -72,9 +67,17 @@ def assert_rows_once(minibatches: list[zl.Minibatch]) -> None:
     assert sorted(rows) == list(range(503))
 
 
-def pids(stream: zr.Stream) -> list[int]:
-    """The processes of the producers that have opened the stores."""
-    return [member.pid for member in list(stream._crew._members) if member.pid]
+def processes() -> list[int]:
+    """The processes of the cluster that run tasks of streams now, and that have not just been killed."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if not (process / "cmdline").read_bytes().startswith(b"ray::_make"):
+                continue
+            state, parent, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+            if state != "Z" and os.environ["RAY_TMPDIR"].encode() in Path(f"/proc/{parent}/cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
 
 
 def killed(pid: int) -> bool:
@@ -85,8 +88,14 @@ def killed(pid: int) -> bool:
     return False
 
 
+def slowed(minibatch: zl.Minibatch) -> zl.Minibatch:
+    """So that tasks run long enough to be killed."""
+    time.sleep(0.02)
+    return minibatch
+
+
 class Killer:
-    """Kills a random producer before random minibatches of an epoch."""
+    """Kills a random task before random minibatches of an epoch."""
 
     def __init__(self, stream: zr.Stream, kills: int) -> None:
         self.stream, self.kills, self.random = stream, kills, random.Random(0)
@@ -95,7 +104,7 @@ class Killer:
         found = []
         for minibatch in self.stream:
             found.append(minibatch)
-            if self.kills and self.random.random() < 0.2 and (running := pids(self.stream)):
+            if self.kills and self.random.random() < 0.5 and (running := processes()):
                 self.kills -= killed(self.random.choice(running))
         return found
 
@@ -117,20 +126,23 @@ LAYOUTS = {
 }
 
 
+def made_of(loader: zl.Loader, plan: Any, remaining: Any) -> list[Any]:
+    """What a task yields of a fetch."""
+    ids = str(id(loader)), str(id(plan))
+    return list(streams._make(ids, sent.pickled(loader.recipes), sent.pickled(plan), remaining))
+
+
 def in_this_process(loader: zl.Loader) -> Any:
-    """Makes an epoch by a producer in this process, whose groups go through Ray's object store."""
+    """Makes an epoch by tasks in this process, whose groups go through Ray's object store."""
 
     def start(work):
-        producer = producers.Actor()
-        producer.open(producers.pickled(loader.recipes))
-        plan = producers.pickled(work.plan)
-
         async def produce(put):
             for remaining in work.remaining:
-                for items, _ in producer.make(0, plan, remaining, 1 << 20):
+                *groups, _ = made_of(loader, work.plan, remaining)
+                for items in groups:
                     shared = ray.get(ray.put(items))
                     assert not any(item.index.flags.writeable for item in shared)
-                    await put([crew.writable(item) for item in shared], 0)
+                    await put([sent.writable(item) for item in shared], 0)
 
         return Bridge(produce, ready_bytes=1, name="zloader-test"), Counters()
 
@@ -165,10 +177,10 @@ def test_minibatches_survive_the_object_store(cluster, store, layout):
             one.tokens["input_ids"][:] = 0
 
 
-@pytest.mark.parametrize("producers", [1, 2, 3])
-def test_equals_the_loader_bit_for_bit(stream, store, producers):
+@pytest.mark.parametrize("tasks", [1, 2, 3])
+def test_equals_the_loader_bit_for_bit(stream, store, tasks):
     loader = loader_of(store)
-    stream.resize(producers)
+    stream.resize(tasks)
     for epoch in (3, 4):
         stream.set_epoch(epoch)
         loader.set_epoch(epoch)
@@ -180,7 +192,6 @@ def test_equals_the_loader_bit_for_bit(stream, store, producers):
         assert stream.statistics().rows == 503
         assert stream.statistics().bytes_read >= loader.statistics().bytes_read > 0
         assert stream.statistics().in_flight_bytes == 0
-    assert len(pids(stream)) <= producers
     assert_threads_end()
 
 
@@ -214,17 +225,16 @@ def test_resumes_anywhere(stream):
 
 
 @pytest.mark.any_version
-def test_a_killed_producer_costs_nothing(stream):
-    stream.resize(2)
-    stream.set_epoch(0)
-    killer = Killer(stream, 1)
-    assert_rows_once(killer.epoch())
-    assert not killer.kills
-    assert_rows_once(list(stream))
+def test_a_killed_task_costs_nothing(cluster, store):
+    loader = loader_of(store, batch_transform=slowed)
+    killer = Killer(zr.stream(loader, tasks=2, resources=SMALL), 1)
+    while killer.kills:
+        assert_rows_once(killer.epoch())
+    assert_rows_once(list(killer.stream))
 
 
 @pytest.mark.any_version
-def test_producers_join_and_leave_during_an_epoch(stream, store):
+def test_the_number_of_tasks_changes_during_an_epoch(stream, store):
     stream.resize(2)
     stream.set_epoch(0)
     found = []
@@ -240,18 +250,18 @@ def test_an_error_comes_when_its_minibatch_is_due(cluster, store, tmp_path):
     folder = tmp_path / "damaged"
     write_store(ADATA, folder / "counts.zarr", folder)
     loader = loader_of(folder / "counts.zarr", shuffle=False, sampling=None)
-    with zr.stream(loader, producers=1, resources=SMALL) as minibatches:
-        assert len(list(minibatches)) == 32
-        shards = sorted((folder / "counts.zarr/X/data/c").iterdir(), key=lambda shard: int(shard.name))
-        shards[len(shards) // 2].unlink()
-        minibatches.set_epoch(0)
-        found = []
-        with pytest.raises(StoreError, match=r"damaged/counts.zarr.*X/data/c/") as caught:
-            found += minibatches
-        assert "raised by a producer, on Ray node" in caught.value.__notes__[-1]
-        done = minibatches.statistics().minibatches
-        assert done in range(4, 32, 4)  # whole fetches
-        assert minibatches.state_dict()["stretches"] == [[1, done]]
+    minibatches = zr.stream(loader, tasks=2, resources=SMALL)
+    assert len(list(minibatches)) == 32
+    shards = sorted((folder / "counts.zarr/X/data/c").iterdir(), key=lambda shard: int(shard.name))
+    shards[len(shards) // 2].unlink()
+    minibatches.set_epoch(0)
+    found = []
+    with pytest.raises(StoreError, match=r"damaged/counts.zarr.*X/data/c/") as caught:
+        found += minibatches
+    assert "raised by a task, on Ray node" in caught.value.__notes__[-1]
+    done = minibatches.statistics().minibatches
+    assert done in range(4, 32, 4)  # whole fetches
+    assert minibatches.state_dict()["stretches"] == [[1, done]]
 
 
 @pytest.mark.any_version
@@ -260,20 +270,16 @@ def test_an_error_in_opening_names_the_store(cluster, store, tmp_path):
     write_store(ADATA, folder / "counts.zarr", folder)
     loader = loader_of(folder / "counts.zarr")
     (folder / "counts.zarr").rename(folder / "elsewhere.zarr")
-    with (
-        zr.stream(loader, producers=1, resources=SMALL) as minibatches,
-        pytest.raises(StoreError, match=r"moved/counts.zarr") as caught,
-    ):
-        next(iter(minibatches))
+    with pytest.raises(StoreError, match=r"moved/counts.zarr") as caught:
+        next(iter(zr.stream(loader, tasks=1, resources=SMALL)))
     assert type(caught.value).__module__ == "zloader.common.errors"
 
 
 @pytest.mark.any_version
 def test_resources_that_no_machine_has_are_named(cluster, store):
-    with (
-        zr.stream(loader_of(store), producers=2, resources={"num_cpus": 77}, start_s=0.5) as minibatches,
-        pytest.raises(ProducerError, match=r"no producer has started for 0.5 s. Each one asks for {'num_cpus': 77}"),
-    ):
+    minibatches = zr.stream(loader_of(store), resources={"num_cpus": 77}, deadline_s=0.5)
+    message = r"fetch 0 has made no progress for 0.5 s. Its task asks for {'num_cpus': 77}"
+    with pytest.raises(ProducerError, match=message):
         next(iter(minibatches))
     assert_threads_end()
 
@@ -282,16 +288,14 @@ def test_resources_that_no_machine_has_are_named(cluster, store):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"producers": 0}, "producers must be a whole number of at least 1, not 0"),
+        ({"tasks": 0}, "tasks must be a whole number of at least 1, not 0"),
         ({"ahead_bytes": "lots"}, "ahead_bytes: 'lots' is not a size"),
         (
             {"ahead_bytes": "1TB"},
             "ahead_bytes='1TB' does not fit into .* which has 100 MiB",
         ),
         ({"resources": {"cpus": 2}}, "resources=.*cpus"),
-        ({"locality": "global"}, "locality must be one of"),
-        ({"overtake_s": 0}, "overtake_s must be a number of at least"),
-        ({"start_s": "long"}, "start_s must be a number of at least"),
+        ({"deadline_s": 0}, "deadline_s must be a number of at least"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -313,45 +317,43 @@ def test_refuses_what_is_no_loader(cluster, store):
 
 
 @pytest.mark.any_version
-def test_a_closed_stream_says_so(cluster, store):
-    minibatches = zr.stream(loader_of(store), producers=1, resources=SMALL)
-    minibatches.close()
-    with pytest.raises(ProducerError, match="the stream was closed"):
-        list(minibatches)
-
-
-@pytest.mark.any_version
-def test_random_kills_of_producers_and_of_a_machine(two_machines, store):
-    machine = two_machines.add_node(num_cpus=2, object_store_memory=100 << 20)
-    with zr.stream(loader_of(store), producers=3, resources={"num_cpus": 0.3}, ahead_bytes=200_000) as minibatches:
-        killer = Killer(minibatches, 20)
-        epochs = 0
-        while killer.kills or epochs < 3:
-            if epochs == 1:
-                timer = threading.Timer(0.5, two_machines.remove_node, [machine], {"allow_graceful": False})
-                timer.start()
-            assert_rows_once(killer.epoch())
-            epochs += 1
-        timer.join()
-        loader = loader_of(store)
-        loader.set_epoch(epochs)
-        assert_same_minibatches(minibatches, loader)
-
-
-@pytest.mark.any_version
-def test_a_stopped_producer_stops_nobody(cluster, store):
+@pytest.mark.long
+def test_fifty_kills_and_two_lost_machines(cluster, store):
+    """The machines are lost with finished minibatches that nobody has taken."""
+    machines = [cluster.add_node(**MACHINE) for _ in range(2)]
+    loader = loader_of(store, batch_transform=slowed)
+    minibatches = zr.stream(loader, tasks=6, resources={"num_cpus": 0.5}, ahead_bytes=1 << 20)
+    killer = Killer(minibatches, 50)
+    epochs = 0
+    while killer.kills or machines:
+        lost = [machines.pop()] if machines else []
+        timers = [threading.Timer(0.5, cluster.remove_node, [each], {"allow_graceful": False}) for each in lost]
+        for timer in timers:
+            timer.start()
+        assert_rows_once(killer.epoch())
+        epochs += 1
+        for timer in timers:
+            timer.join()
     loader = loader_of(store)
-    with zr.stream(loader, producers=2, resources=SMALL, overtake_s=1) as minibatches:
-        list(minibatches)
-        loader.set_epoch(0)
-        found = []
-        stopped = pids(minibatches)[0]
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            found += minibatches
-        finally:
-            killed(stopped)
-        assert_same_minibatches(found, loader_of(store))
+    loader.set_epoch(epochs)
+    assert_same_minibatches(minibatches, loader)
+
+
+@pytest.mark.any_version
+def test_minibatches_that_are_lost_with_their_machine_are_made_again(cluster, store):
+    """All of an epoch is ready on a machine that goes away before anything but the first minibatch is taken."""
+    machine = cluster.add_node(**MACHINE, resources={"here": 8})
+    loader = loader_of(store, layout="dense", batch_size=64, fetch_factor=2)  # objects that Ray keeps on their machine
+    minibatches = zr.stream(loader, tasks=8, resources={"num_cpus": 0.1, "resources": {"here": 1}}, ahead_bytes=1 << 25)
+    iterator = iter(minibatches)
+    found = [next(iterator)]
+    deadline = time.monotonic() + PATIENCE_S
+    while processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    cluster.remove_node(machine, allow_graceful=False)
+    cluster.add_node(**MACHINE, resources={"here": 8})
+    found += iterator
+    assert_same_minibatches(found, loader_of(store, layout="dense", batch_size=64, fetch_factor=2))
 
 
 def run_driver(script: str) -> subprocess.CompletedProcess[str]:
@@ -374,7 +376,7 @@ import json, os
 import ray, zloader.ray as zr
 from test_stream import loader_of
 ray.init(address={two_machines.address!r}, log_to_driver=False)
-minibatches = zr.stream(loader_of({str(store)!r}), producers=1, resources={SMALL!r})
+minibatches = zr.stream(loader_of({str(store)!r}), tasks=1, resources={SMALL!r})
 for number, minibatch in enumerate(minibatches):
     if number == 9:
         print(json.dumps(minibatches.state_dict()), flush=True)
@@ -383,17 +385,17 @@ for number, minibatch in enumerate(minibatches):
     done = run_driver(script)
     assert done.returncode == -signal.SIGKILL, done.stderr
     state = json.loads(done.stdout.strip().splitlines()[-1])
-    with zr.stream(loader_of(store), producers=1, resources=SMALL) as minibatches:
-        minibatches.load_state_dict(state)
-        assert_same_minibatches(minibatches, list(loader_of(store))[10:])
+    minibatches = zr.stream(loader_of(store), tasks=1, resources=SMALL)
+    minibatches.load_state_dict(state)
+    assert_same_minibatches(minibatches, list(loader_of(store))[10:])
 
 
 @pytest.mark.any_version
 def test_store_on_s3(two_machines, s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     options = {"storage_options": s3.storage_options}
-    with zr.stream(loader_of(s3.url("counts.zarr"), **options), producers=2, resources=SMALL) as minibatches:
-        assert_same_minibatches(minibatches, loader_of(s3.url("counts.zarr"), **options))
+    minibatches = zr.stream(loader_of(s3.url("counts.zarr"), **options), tasks=2, resources=SMALL)
+    assert_same_minibatches(minibatches, loader_of(s3.url("counts.zarr"), **options))
 
 
 @ray.remote(num_cpus=0)
@@ -405,12 +407,11 @@ class Rank:
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
         )
         total, rows = torch.zeros(1, dtype=torch.float64), []
-        with zr.stream(loader_of(store), producers=1, resources=SMALL) as minibatches:
-            for minibatch in minibatches:
-                of_all = minibatch.x.values().sum(dtype=torch.float64)
-                torch.distributed.all_reduce(of_all)  # hangs unless all ranks have as many minibatches
-                total += of_all
-                rows.append(minibatch.index.tolist())
+        for minibatch in zr.stream(loader_of(store), tasks=1, resources=SMALL):
+            of_all = minibatch.x.values().sum(dtype=torch.float64)
+            torch.distributed.all_reduce(of_all)  # hangs unless all ranks have as many minibatches
+            total += of_all
+            rows.append(minibatch.index.tolist())
         torch.distributed.destroy_process_group()
         return rows, float(total)
 
@@ -428,109 +429,21 @@ def test_two_ranks_train_with_gloo(two_machines, store, tmp_path):
 
 
 @pytest.mark.any_version
-def test_a_producer_counts_what_its_mirror_holds(cluster, store, tmp_path):
-    dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
-    loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, shuffle=False)
-    producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes))
-    plan = loader.plan(0)
-    asked = producers.pickled(plan), list(plan.remaining())
-    assert producer.held(0, *asked) == [0.0] * 8
-    list(zl.Loader(dataset[:256], batch_size=64, options=zl.FetchOptions(least_read_bytes=0)))
-    half = producer.held(0, *asked)
-    assert half[:4] == [1.0] * 4
-    assert max(half[5:]) < 0.5  # a chunk may hold rows of two fetches
-    list(loader)
-    assert producer.held(0, *asked) == [1.0] * 8
-
-
-class CacheOfTheMachine(zl.Cache):
-    """A cache whose directory has the name of the Ray node on which it is unpickled."""
-
-    def __reduce__(self):
-        return cache_of, (self.directory, None)
-
-
-def cache_of(directory: Path, node: str | None) -> zl.Cache:
-    return zl.Cache(directory / (node or ray.get_runtime_context().get_node_id()))
-
-
-@pytest.mark.any_version
-def test_fetches_go_to_the_machine_whose_mirror_holds_them(two_machines, store, tmp_path, monkeypatch):
-    """The mirror of one machine has the first half of the rows, and that of the other one has the second half.
-
-    Only four fetches begin before the homes of the others are known, and all of them have room.
-    """
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    for node, half in zip(nodes, (slice(0, 256), slice(256, 503)), strict=True):
-        opened = zl.open_dataset(str(store), cache=cache_of(tmp_path, node))
-        list(zl.Loader(opened[half], batch_size=64, options=zl.FetchOptions(least_read_bytes=0)))
-    dataset = zl.open_dataset(str(store), cache=CacheOfTheMachine(tmp_path))
-    loader = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS, shuffle=False)
-    shares, choices = {}, []
-
-    class Spied(stream_module.Window):
-        def set_home(self, number, of_machines):
-            shares[number] = of_machines
-            super().set_home(number, of_machines)
-
-        def next(self, maker, now_s, machine=""):
-            homes, coming = dict(self.homes), [each.number for each in self.coming(window.LOOK_AHEAD)]
-            if not homes and coming[:1] == [4]:
-                return None
-            fetch = super().next(maker, now_s, machine)
-            if fetch is not None and fetch.number in coming:
-                choices.append((machine, fetch.number, [k for k in coming if homes.get(k) == machine]))
-            return fetch
-
-    monkeypatch.setattr(stream_module, "Window", Spied)
-    options = {"resources": {"num_cpus": 1.5}, "locality": "machine", "ahead_bytes": 10_000_000}
-    with zr.stream(loader, producers=2, **options) as minibatches:
-        iterator = iter(minibatches)
-        found = [next(iterator)]
-        deadline = time.monotonic() + PATIENCE_S
-        while not shares and time.monotonic() < deadline:
-            time.sleep(0.05)
-        found += iterator
-        assert {member.machine for member in minibatches._crew._members} == set(nodes)
-    assert_rows_once(found)
-    for number, of_machines in shares.items():
-        if number in range(14, 18):
-            continue  # a chunk may hold rows of both halves
-        held = [of_machines[node] for node in nodes]
-        assert held[number >= 16] == 1.0
-        assert held[number < 16] < 1.0
-    chosen = [(number, at_home) for _, number, at_home in choices if at_home]
-    assert all(number in at_home for number, at_home in chosen)  # one of its own, where it had any
-    assert chosen
-
-
-@pytest.mark.any_version
-def test_groups_are_as_small_as_the_share_of_a_producer(cluster, store):
-    loader = loader_of(store)
-    producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes))
-    plan, (first, *_) = producers.pickled(loader.plan(0)), loader.plan(0).remaining()
-    sizes = {share: [len(items) for items, _ in producer.make(0, plan, first, share)] for share in (1, 1 << 20)}
-    assert sizes == {1: [1] * 4, 1 << 20: [4]}
-
-
-@pytest.mark.any_version
-def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
+def test_a_process_opens_an_epoch_once(cluster, store):
     """Its fetches share the recipe, and with it the shard indexes, which are read once."""
     loader = loader_of(store)
-    producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes))
-    plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
-    made = [list(producer.make(0, plan, each, 1 << 20))[-1][1] for each in remaining * 2]
-    recipe = producer._producer._epoch[2]
+    plan = loader.plan(0)
+    made = [made_of(loader, plan, each)[-1] for each in [*plan.remaining()] * 2]
+    _, recipe = streams._opened[str(id(plan))]
     known = sum(len(indexes) for part in recipe.x["X"] for indexes in part.indexes.values())
     spans = sum(counted.gets for counted in made)
     list(loader)
     assert sum(counted.bytes_read for counted in made[8:]) < sum(counted.bytes_read for counted in made[:8])
     assert spans - loader.statistics().gets == sum(counted.gets for counted in made[8:])
     assert known == sum(array.n_shards for array in loader.dataset.store.matrix("X").arrays)
-    assert producer._producer._opened(1, plan)[1] is not recipe
+    for epoch in range(streams._MOST_OPENED + 1):
+        streams._once(f"epoch {epoch}", lambda: "another")
+    assert len(streams._opened) == streams._MOST_OPENED
 
 
 @pytest.fixture
@@ -551,24 +464,12 @@ def on_a_simulated_server(store, tmp_path, sim, monkeypatch) -> tuple[Any, zl.Lo
 
 
 @pytest.mark.any_version
-def test_two_fetches_at_once_read_large_columns(cluster, on_a_simulated_server):
-    """Each has its own event loop, and sources of its own."""
+def test_tasks_read_large_columns(cluster, on_a_simulated_server):
     _, loader = on_a_simulated_server
-    producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes))
-    plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
-    together = threading.Barrier(2, timeout=PATIENCE_S)
-
-    def make(each):
-        producer._producer._opened(0, plan)
-        together.wait()
-        return [item for items, _ in producer.make(0, plan, each, 1 << 20) for item in items]
-
-    with ThreadPoolExecutor(2) as lanes:
-        made = [item for items in lanes.map(make, remaining) for item in items]
-    assert len(remaining) == 8
-    rows = [item.index for item in made]
-    assert sorted(np.concatenate(rows)) == list(range(503))
+    plan = loader.plan(0)
+    groups = [group for each in plan.remaining() for group in made_of(loader, plan, each)[:-1]]
+    made = [item for group in groups for item in group]
+    assert sorted(np.concatenate([item.index for item in made])) == list(range(503))
     for item in made:
         np.testing.assert_array_equal(item.obs["n_counts"], ADATA.obs["n_counts"].to_numpy()[item.index])
         np.testing.assert_array_equal(item.obsm["X_pca"], ADATA.obsm["X_pca"][item.index])
@@ -577,31 +478,33 @@ def test_two_fetches_at_once_read_large_columns(cluster, on_a_simulated_server):
 @pytest.mark.any_version
 def test_a_retry_counts_for_its_own_fetch_only(cluster, on_a_simulated_server):
     server, loader = on_a_simulated_server
-    producer = producers.Actor()
-    producer.open(producers.pickled(loader.recipes))
+    plan = loader.plan(0)
     server.faults = [{"kind": "status", "match": "obsm/X_pca/c/", "count": 1}]
-    plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
-    counted = [[counters for _, counters in producer.make(0, plan, each, 1 << 20)][-1] for each in remaining]
+    counted = [made_of(loader, plan, each)[-1] for each in plan.remaining()]
     assert [each.retries for each in counted] == [1] + [0] * 7
 
 
 @pytest.mark.any_version
-def test_takes_only_so_many_bytes_of_a_large_fetch(cluster, store):
-    """One fetch has all rows, and `ahead_bytes` room for about five of its 32 minibatches."""
-    loader = loader_of(store, fetch_factor=32)
-    nbytes = 16 * 30 * 8
-    with zr.stream(loader, producers=2, resources=SMALL, ahead_bytes=5 * nbytes) as minibatches:
-        iterator = iter(minibatches)
-        found = [next(iterator)]
-        (running,) = minibatches._running
-        deadline = time.monotonic() + PATIENCE_S
-        while (ready_bytes := running._window.ready_bytes) < 5 * nbytes and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.5)  # for more than there is room for
-        assert running._window.ready_bytes < 8 * nbytes
-        found += iterator
-        assert ready_bytes >= 5 * nbytes
-        assert_same_minibatches(found, loader_of(store, fetch_factor=32))
+@pytest.mark.parametrize("fetches", [1, 3])
+def test_a_trainer_that_stalls_bounds_the_bytes_made_ahead(cluster, store, tmp_path, fetches):
+    """`ahead_bytes` has room for some fetches of about 64 rows of 30 values. The trainer has one, and one is due."""
+
+    def noted(minibatch):
+        (tmp_path / str(int(minibatch.index[0]))).touch()
+        return minibatch
+
+    loader = loader_of(store, obs=[], batch_transform=noted)
+    mean = loader.recipes.expected_bytes(64)
+    minibatches = zr.stream(loader, tasks=8, resources=SMALL, ahead_bytes=int((fetches + 0.5) * mean))
+    iterator = iter(minibatches)
+    found = [next(iterator)]
+    deadline = time.monotonic() + PATIENCE_S
+    while (processes() or len(list(tmp_path.iterdir())) < 4 * fetches) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # for more than there is room for
+    assert 4 * fetches <= len(list(tmp_path.iterdir())) <= 4 * (fetches + 2)
+    found += iterator
+    assert_same_minibatches(found, loader_of(store, obs=[]))
 
 
 @pytest.mark.any_version
@@ -609,12 +512,12 @@ def test_the_end_of_ray_is_an_error_and_no_hang(cluster, store):
     script = f"""
 import threading, time
 import ray, zloader.ray as zr
-from test_stream import loader_of
+from test_stream import loader_of, processes
 def never(minibatch):
     time.sleep(3600)
 ray.init(address={cluster.address!r}, log_to_driver=False)
 loader = loader_of({str(store)!r}, batch_transform=never)
-minibatches = zr.stream(loader, producers=1, resources={SMALL!r})
+minibatches = zr.stream(loader, tasks=1, resources={SMALL!r})
 errors = []
 def take():
     try:
@@ -623,16 +526,17 @@ def take():
         errors.append(error)
 waiting = threading.Thread(target=take)
 waiting.start()
-while not [member for member in list(minibatches._crew._members) if member.pid]:
+while not processes():
     time.sleep(0.1)
 time.sleep(1)
+began = time.monotonic()
 ray.shutdown()
 waiting.join()
+assert time.monotonic() - began < 60
 ray.init(address={cluster.address!r}, log_to_driver=False)
 take()
 for error in errors:
     print(type(error).__name__, str(error)[:33])
-minibatches.close()
 """
     done = run_driver(script)
     assert done.stdout.splitlines() == ["ProducerError Ray was shut down in this process"] * 2, done.stderr

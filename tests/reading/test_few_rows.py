@@ -260,7 +260,7 @@ def test_numba_is_loaded_for_many_values(stores, monkeypatch):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_whoever_makes_fetches_loads_the_compiler(stores, monkeypatch, compiled):
-    """So do the producers of Ray and the engines, which do not begin epochs as a Loader does."""
+    """So do the tasks of Ray, which do not begin epochs as a Loader does."""
     loads = []
     monkeypatch.setattr("zloader.reading.fetch.load_compiler", lambda: loads.append(True))
     loader = zl.Loader(zl.open_dataset(stores / "counts.zarr"), batch_size=16)

@@ -200,7 +200,7 @@ READY = 48 * MiB
 
 
 def _sizes(*, grows=False, threads=60):
-    return GroupSizes(FetchOptions(ready_bytes=READY, threads=threads), grows=grows, most=8, groups=16)
+    return GroupSizes(FetchOptions(ready_bytes=READY, threads=threads), grows=grows)
 
 
 LEAST = READY // 63  # with 60 threads
@@ -224,7 +224,7 @@ def test_there_are_no_more_groups_than_keep_the_threads_busy():
     assert _sizes().claim(0) == _sizes().made(0, 0) == LEAST
     assert _sizes(threads=2).claim(MiB) == _sizes(threads=2).made(MiB, MiB) == READY // 5
     assert _sizes(threads=2).claim(READY // 2) == READY // 2
-    tiny = GroupSizes(FetchOptions(ready_bytes=1), grows=False, most=8, groups=16)
+    tiny = GroupSizes(FetchOptions(ready_bytes=1), grows=False)
     assert tiny.claim(0) == tiny.claim(9) == tiny.made(0, 0) == 1
 
 

@@ -96,9 +96,6 @@ class BenchFlags:
     obs: ObsColumns = ""
     loader_sizes: LoaderSizes = field(default_factory=LoaderSizes)
     memory: Memory = "0"
-    processes: Annotated[
-        int, typer.Option(min=0, help="Engine processes, which the first epoch starts. 0: this process does the work.")
-    ] = 0
     layout: Layout = "csr"
     dtype: Dtype = None
     prices: Prices = field(default_factory=Prices)
@@ -162,9 +159,9 @@ class BenchFlags:
         from zloader.order.shuffling import stratified
 
         sampling = stratified(self.sizes["block_size"])
-        return self.loader_of(self.opened(cache), sampling, self.obs_columns, self.processes)
+        return self.loader_of(self.opened(cache), sampling, self.obs_columns)
 
-    def loader_of(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = (), processes: int = 0) -> Loader:
+    def loader_of(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = ()) -> Loader:
         """A loader of a dataset with these options."""
         from zloader.training.loader import Loader
 
@@ -178,7 +175,6 @@ class BenchFlags:
             obs=list(obs),
             layout=self.layout,  # type: ignore[arg-type]
             dtype=self.dtype,
-            processes=processes,
             rank=0,
             world_size=1,
         )
@@ -194,7 +190,7 @@ class BenchFlags:
     def words(self) -> list[str]:
         """The flags that make the same loader, apart from those of the cache."""
         rows = {"join": self.join, "obs": ",".join(self.obs_columns), "genes_by": self.genes_by, "x": self.matrices}
-        form = {"layout": self.layout, "dtype": self.dtype, "processes": self.processes}
+        form = {"layout": self.layout, "dtype": self.dtype}
         return [*words_of({**self.sizes, **rows, **form}), *self.access.words]
 
 
@@ -282,7 +278,7 @@ def _settings(flags: BenchFlags, loader: Loader) -> dict[str, Any]:
     rows, genes = loader.dataset.shape
     stores = {"urls": flags.shown_urls, "rows": rows, "genes": genes, "cache": flags.cache}
     form = {"x": flags.matrices, "obs": flags.obs_columns, "layout": flags.layout, "dtype": loader.dtype}
-    work = {"step_ms": 1000 * flags.step_s, "processes": flags.processes}
+    work = {"step_ms": 1000 * flags.step_s}
     return {**stores, **work, **opening, **budgets, **flags.sizes, **form}
 
 

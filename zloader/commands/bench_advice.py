@@ -39,7 +39,7 @@ class Pace:
 
     `elapsed_s` is from the first request for a minibatch to the last minibatch. Of these, `wait_s` were waiting, and of
     those, `first_wait_s` for the first minibatch, which came after `first_minibatch_s`. `cpu_s` is the processor time
-    of all threads and of engines, `loop_cpu_s` that of the loop's thread; `decode_s` and `gather_s` are sums over
+    of all threads, `loop_cpu_s` that of the loop's thread; `decode_s` and `gather_s` are sums over
     threads. `stepped_s` is the time that steps of `step_s` took. `link_bytes_per_s` is the speed of the link, or of the
     disk of a `local` store; None if it is not known. `disk_bytes` were read from any disk, and `machine_busy` is the
     share of the time of all cores that all programs used; None if the system does not tell. `cached`: whether there is

@@ -23,7 +23,7 @@ from zloader.training.devices import copied
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
-_TRAINING_ONLY = ("sampling", "drop_last", "processes")  # options of the Loader of shuffled rows
+_TRAINING_ONLY = ("sampling", "drop_last")  # options of the Loader of shuffled rows
 _OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "options")
 _DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
 

@@ -96,9 +96,8 @@ class FetchScheduler:
         self._buffers = buffers
         self._recipe = recipe
         self._options = options
-        cutting = recipe.cutting
         self._ahead, self._room = Ahead(options), ByteBudget(options.buffer_bytes)
-        self._sizes = GroupSizes(options, grows=cutting.grows, most=cutting.most, groups=cutting.groups)
+        self._sizes = GroupSizes(options, grows=recipe.cutting.grows)
         self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens

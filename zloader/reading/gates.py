@@ -33,6 +33,10 @@ from zloader.common.records import Rows
 # between threads and the calls per source cheap, and small enough to keep all threads busy. One minibatch may exceed
 # these bytes.
 _GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time
+_MOST = 8  # minibatches of a group
+_GROUPS = (
+    16  # that fit into `ready_bytes` at least: malloc gives freed memory to groups of all sizes, and fits them badly
+)
 _WAITING = 3  # groups beside those that threads make
 _FIRST_AHEAD = 2  # fetches: memory that is used for the first time is slow, so an epoch starts with little of it
 
@@ -109,15 +113,15 @@ class GroupSizes:
     """How many minibatches are made as one, and the memory that they claim for it.
 
     If minibatches `grow`, they may take more bytes than their x. The most that any group has grown is then expected of
-    the next ones, and groups become smaller by it; while it is not known, one group is made at a time. A group has at
-    `most` so many minibatches, and at least so many `groups` fit into `ready_bytes`. Small ones count as a share of it.
+    the next ones, and groups become smaller by it; while it is not known, one group is made at a time. Small groups
+    count as a share of `ready_bytes`.
     """
 
-    def __init__(self, options: FetchOptions, *, grows: bool, most: int, groups: int) -> None:
-        self._ready_bytes, self._group_bytes = options.ready_bytes, min(_GROUP_BYTES, options.ready_bytes // groups)
+    def __init__(self, options: FetchOptions, *, grows: bool) -> None:
+        self._ready_bytes, self._group_bytes = options.ready_bytes, min(_GROUP_BYTES, options.ready_bytes // _GROUPS)
         # Memory that is used for the first time is slow, so there are no more groups than keep the threads busy.
         self._least_bytes = max(1, options.ready_bytes // (options.threads + _WAITING))
-        self._grows, self._most = grows, most
+        self._grows = grows
         self._growth = math.inf if grows else 1.0  # bytes of minibatches per byte of x
 
     def groups(self, cuts: Rows, x_bytes: Callable[[Rows], int]) -> Iterator[Rows]:
@@ -125,7 +129,7 @@ class GroupSizes:
         begin, n_minibatches = 0, len(cuts) - 1
         average = max(1, x_bytes(cuts) // max(1, n_minibatches))
         while begin < n_minibatches:
-            size = max(1, min(self._most, int(self._group_bytes // (average * self._growth))))
+            size = max(1, min(_MOST, int(self._group_bytes // (average * self._growth))))
             yield cuts[begin : begin + size + 1]
             begin += size
 

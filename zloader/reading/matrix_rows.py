@@ -8,7 +8,7 @@ it gets all of the memory, in which the places of rows are addresses. Nothing is
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,7 @@ from zloader.reading.forms import Form, Transforming
 from zloader.reading.gather import SourceRows
 from zloader.reading.matrix_reader import MatrixReader, Needed
 from zloader.reading.recipe import MatrixPart
-from zloader.selecting.groups import by_value, shares
-from zloader.storage.layout import chunks_of
+from zloader.selecting.groups import by_value
 from zloader.transforms.transform import RefusedValue
 
 Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each with the positions of its rows
@@ -203,22 +202,3 @@ class LoadedRows:
             return rows
         columns = None if genes is None else (memory(chosen.column_of.dtype), self.tables[taken])
         return gather.choose(rows, chosen, columns)
-
-
-def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows) -> float:
-    """The share of the chunks of some rows that the mirrors of this machine hold, in all of the matrices.
-
-    Part k of each matrix ends before row `ends[k]`.
-    """
-    needed, held = 0, 0
-    for number, at in shares(ends, rows):
-        for parts in matrices:
-            part = parts[number]
-            of_part, _ = part.held(rows[at] - (ends[number] - part.n_rows), at)
-            if part.mirror is not None:
-                blocks = part.mirror.rows.blocks(of_part)
-                needed, held = needed + len(blocks), held + len(blocks) - len(part.mirror.rows.absent(blocks))
-                continue
-            starts, stops = part.matrix.elements_of(of_part, part.indptr)
-            needed += sum(len(chunks_of(starts, stops, array)) for array in part.matrix.arrays)
-    return held / needed if needed else 0.0

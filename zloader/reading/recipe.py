@@ -101,15 +101,11 @@ class Cutting:
     """How the items that are put are made of minibatches that were gathered as one.
 
     `cut` makes them, given the rows at which it is cut, from 0 to its last. `grows` says that they may take more memory
-    than what was gathered; then fewer minibatches are gathered as one. At `most` so many minibatches are gathered as
-    one, and at least so many `groups` of them fit into `ready_bytes`: malloc gives freed memory to groups of all sizes,
-    and fits them badly.
+    than what was gathered; then fewer minibatches are gathered as one.
     """
 
     cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
     grows: bool = False
-    most: int = 8
-    groups: int = 16
 
 
 @dataclass(frozen=True, kw_only=True)

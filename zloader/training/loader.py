@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from zloader.common.checks import require_count, require_whole
+from zloader.common.checks import require_count
 from zloader.common.deferred import pd
-from zloader.common.errors import OptionError, ProducerError
+from zloader.common.errors import OptionError
 from zloader.common.locks import cached_property
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
@@ -31,7 +31,6 @@ from zloader.order.shuffling import sampling_of
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.resources import BufferPool, Counters
-from zloader.training.engine_epochs import EngineEpochs
 from zloader.training.epoch import (
     EpochIterator,
     EpochRecord,
@@ -120,9 +119,6 @@ class Loader(_Dataset):
         drop_last: whether to drop minibatches with fewer than `batch_size` rows.
         rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
             if it is initialised, else from RANK and WORLD_SIZE in the environment, else 0 and 1.
-        processes: how many processes of their own read, decode, gather and transform, so that the training process only
-            takes what is finished. Minibatches and their order are the same, bit for bit. Default: 0, which is best
-            unless there are many cores, or a training step is many small operations.
         options: memory, threads, retries and deadlines of reads (see FetchOptions).
 
     Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError,
@@ -151,7 +147,6 @@ class Loader(_Dataset):
     drop_last: bool = False
     rank: int | None = None
     world_size: int | None = None
-    processes: int = 0
     options: FetchOptions = field(default_factory=FetchOptions)
 
     def __post_init__(self) -> None:
@@ -159,7 +154,6 @@ class Loader(_Dataset):
         if not isinstance(self.options, FetchOptions):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
-        require_whole(0, processes=self.processes)
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = fitted(
@@ -189,7 +183,6 @@ class Loader(_Dataset):
         self._progress = Progress(in_workers=self.framework == "torch")
         self._pickled_rank: Rank | None = None  # of the process that pickled this loader
         self._buffers = BufferPool()  # kept from epoch to epoch
-        self._engines: EngineEpochs | None = None  # so are these
         self.plan(0)
         self._register()
 
@@ -246,7 +239,7 @@ class Loader(_Dataset):
         return own_rank(self.rank, self.world_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pickled_rank": self._rank(), "_engines": None}
+        return self.__dict__ | {"_pickled_rank": self._rank()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -384,27 +377,5 @@ class Loader(_Dataset):
             return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
 
     def _start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
-        """Begins to make minibatches, in this process or in engines."""
-        engines = self._engines_here() if self.processes and worker_info() is None else None
-        if engines is not None:
-            return engines.start(work)
         scheduler = FetchScheduler(work.recipe(ready=True), self.options, self._buffers)
         return scheduler.start(map(work.plan.rest_of, work.remaining), name="zloader-fetch"), scheduler.counters
-
-    def _engines_here(self) -> EngineEpochs | None:
-        """The engines of this process; None if they cannot get a function of the user's."""
-        if self._engines is None or not self._engines.here:
-            try:
-                self._engines = EngineEpochs(
-                    self.recipes,
-                    self.processes,
-                    batch_size=self.batch_size,
-                    fetch_rows=self.batch_size * self.fetch_factor,
-                )
-            except ProducerError:
-                raise
-            except Exception as error:  # noqa: BLE001 -- pickling runs code of the user's
-                message = "processes=%d has no effect, because other processes cannot get all that they need: %r"
-                log.warning(message, self.processes, error)
-                self.processes = 0
-        return self._engines if self.processes else None

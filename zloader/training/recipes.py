@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -215,14 +214,6 @@ class LoaderRecipes:
                 values = matrix.n_genes if dense else matrix.values.n_elements / max(1, matrix.n_rows)
                 per_row = max(per_row, values * (4 if dense else 8))
         return per_row * n_rows
-
-    def of_arrays(self, options: FetchOptions) -> LoaderRecipes:
-        """The same for a process that gathers arrays. It does not import torch, unless the user's function needs it."""
-        recipes = copy.copy(self)
-        recipes.options = options
-        if self.batch_transform is None:
-            recipes._arrays = NumPy()
-        return recipes
 
     # ---- minibatches of what was gathered
 

@@ -1,4 +1,4 @@
-"""The processes of a pre-training run: ranks of torch.distributed, producers on Ray, and their processor seconds."""
+"""The processes of a pre-training run: ranks of torch.distributed, tasks of Ray, and their processor seconds."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def _spawned(rank: int, run: Callable[[Ranks, Path], None], size: int, rendezvou
 
 
 @contextlib.contextmanager
-def streamed(loader: zl.Loader, producers: int, address: str | None) -> Iterator[Any]:
-    """The minibatches of a loader: its own, or made by producers on Ray, here or on the cluster at `address`."""
-    if producers == 0:
+def streamed(loader: zl.Loader, tasks: int, address: str | None) -> Iterator[Any]:
+    """The minibatches of a loader: its own, or made by tasks of Ray, here or on the cluster at `address`."""
+    if tasks == 0:
         yield loader
         return
     os.environ |= {name: value for name, value in _RAY.items() if name not in os.environ}
@@ -91,11 +91,10 @@ def streamed(loader: zl.Loader, producers: int, address: str | None) -> Iterator
 
     import zloader.ray as zr
 
-    new = {"num_cpus": producers, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
+    new = {"num_cpus": tasks, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
     ray.init(address=address, log_to_driver=False, **({} if address else new))
     try:
-        with zr.stream(loader, producers=producers) as minibatches:
-            yield minibatches
+        yield zr.stream(loader, tasks=tasks)
     finally:
         ray.shutdown()
 

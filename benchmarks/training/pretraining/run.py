@@ -33,7 +33,7 @@ Figures = dict[str, Any]
 _COUNTED = ("seconds", "wait_s", "first_wait_s", "saving_s", "steps", "rows", "tokens", "flops", "losses")
 _SUMMED = ("wait_s", "cpu_s", "gets", "bytes_read")  # over all ranks, which count them apart
 # What may change when a run goes on from a checkpoint.
-_FREE = {"checkpoint", "checkpoint_steps", "steps", "compile", "producers", "ray_address", "peak_tflops", "probe_s"}
+_FREE = {"checkpoint", "checkpoint_steps", "steps", "compile", "ray_tasks", "ray_address", "peak_tflops", "probe_s"}
 
 
 @dataclass(kw_only=True)
@@ -100,10 +100,10 @@ class Training:
         alone, (peak, peak_is) = self._rows_per_s_alone(), self._peak()
         self._resume()
         resumed, began, cpu, ray = self.progress.step, time.perf_counter(), time.process_time(), 0.0
-        with streamed(self.loader, self.settings.producers, self.settings.ray_address) as minibatches:
+        with streamed(self.loader, self.settings.ray_tasks, self.settings.ray_address) as minibatches:
             while self.progress.step < self.last_step:
                 self._epoch(minibatches)
-            if self.settings.producers:
+            if self.settings.ray_tasks:
                 ray = ray_cpu_s()
         progress = dataclasses.asdict(self.progress)
         current = progress.pop("current")

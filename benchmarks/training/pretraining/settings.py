@@ -36,7 +36,7 @@ class Settings:
     bf16: bool = False
     compile: bool = False
     peak_tflops: float | None = None
-    producers: int = 0
+    ray_tasks: int = 0
     ray_address: str | None = None
     checkpoint: str | None = None
     checkpoint_steps: int = 200

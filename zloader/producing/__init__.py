@@ -1,1 +1,0 @@
-"""Who makes which fetch of an epoch, and in which order their minibatches come. Knows nothing of Ray."""
