@@ -430,12 +430,12 @@ def epochs_of(way: str, store: simulated.Store, machines: Many, n_epochs: int = 
 
 
 def test_reads_into_a_simulated_mirror_are_those_of_the_planner(rows):
-    filling, random = rows.filling(1.0), np.random.default_rng(0)
+    filling, random = rows.filling, np.random.default_rng(0)
     for share in (0.001, 0.1, 0.5, 0.9):
         blocks = np.flatnonzero(random.random(rows.form.n_blocks) < share)
         chunks = [rows.chunks(rows.form.rows_of(batch)) for batch in filling.batches(blocks)]
         wanted = np.sum([rows.reads(of_batch) for of_batch in chunks], axis=0)
-        gets, n_bytes, shards = rows.mirror_reads(filling, blocks)
+        gets, n_bytes, shards = rows.mirror_reads(blocks)
         assert [gets, n_bytes] == wanted.tolist()
         assert shards.tolist() == np.unique(np.concatenate(chunks) // simulated.CHUNKS_PER_SHARD).tolist()
 

@@ -131,7 +131,7 @@ class Store:
         ]
         return sum(map(len, spans)), sum(map(total_bytes, spans))
 
-    def mirror_reads(self, filling: FillPlanner, blocks: NDArray[np.int64]) -> tuple[int, int, NDArray[np.int64]]:
+    def mirror_reads(self, blocks: NDArray[np.int64]) -> tuple[int, int, NDArray[np.int64]]:
         """GETs, bytes and shards of reading some blocks, in the batches of the planner: fast, because it plans all of
         them at once. No read is as long as the longest one may be.
         """
@@ -142,7 +142,7 @@ class Store:
         stops = np.minimum(firsts + self.form.block_rows, self.rows)
         begin, end = (self._first_elements(rows) for rows in (firsts, stops))
         begin, end = layout.chunk_of(begin), layout.chunk_of(end - 1) + 1
-        batch = np.repeat(np.arange(len(blocks)) // filling.few, end - begin)
+        batch = np.repeat(np.arange(len(blocks)) // self.filling.few, end - begin)
         batch, chunks = np.divmod(distinct(batch * layout.n_chunks + expand(begin, end - begin)), layout.n_chunks)
         shards, skipped = chunks // CHUNKS_PER_SHARD, np.diff(chunks) - 1
         apart, gets, n_bytes = (np.diff(batch) != 0) | (np.diff(shards) != 0), 0, 0
@@ -218,7 +218,7 @@ class Machine:
         """The bytes that a fetch reads from the bucket, and the rows that it decodes for each one that it needs."""
         missing = blocks_to_read(self.store.filling, epoch.blocks(number).astype(np.int64), self.held)
         self.held[missing] = True
-        gets, n_bytes, shards = self.store.mirror_reads(self.store.filling, missing)
+        gets, n_bytes, shards = self.store.mirror_reads(missing)
         n_new = int(np.count_nonzero(~self.indexed[shards])) * len(STORED)
         self.indexed[shards] = True
         n_bytes += n_new * self.store.layout.placement.index_bytes
