@@ -694,7 +694,9 @@ class _Querying(_Moving):
         super().end_headers()
 
     def do_GET(self) -> None:
-        if "?" in self.path:
+        if self.headers.get("If-Match") not in (None, '"tag"'):
+            self.send_error(412)
+        elif "?" in self.path:
             super().do_GET()
         else:
             self.send_error(403)

@@ -21,8 +21,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from fsspec.asyn import get_loop, sync
-
 from zloader.access.listed_store import implied_objects
 from zloader.access.object_files import ObjectScheme, awaited, tag_of
 from zloader.access.scheme import libraries, require_endpoint, status_of
@@ -263,6 +261,8 @@ class Web(ObjectScheme):
 
     def _find(self, location: Any, keys: Iterable[str]) -> dict[str, StoredObject]:
         """The objects of `keys` below a location that exist."""
+        from fsspec.asyn import get_loop, sync
+
         store = self.store(location, prefix=self.split(location)[1], retries=True)
         found: dict[str, StoredObject] = sync(get_loop(), _find, store, iter(keys), location.path)
         return found

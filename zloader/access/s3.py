@@ -14,8 +14,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -245,6 +243,9 @@ def _renewed(profile: str | None) -> Callable[[], dict[str, Any]]:
 
 def bucket_region(bucket: str) -> str:
     """The region of a bucket at AWS, which says it even to those who may not read the bucket. Raises StoreError."""
+    import urllib.error
+    import urllib.request
+
     request = urllib.request.Request(f"{_AWS}/{bucket}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=_DEADLINE_S) as answer:
