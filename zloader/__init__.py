@@ -50,11 +50,10 @@ if TYPE_CHECKING:
     from zloader.insight.quality import Quality, quality
     from zloader.order.cell_sets import CellSets
     from zloader.order.controls import MatchedControls
-    from zloader.order.mixture import Mixture
     from zloader.order.neighbors import Neighbors
     from zloader.order.sampling import Sampling
     from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
-    from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
+    from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling, Mixture
     from zloader.training.arrays import PackedRows
     from zloader.training.epoch import Statistics
     from zloader.training.loader import Loader
@@ -114,7 +113,7 @@ _MODULES = {
     "MatchedControls": "zloader.order.controls",
     "Neighbors": "zloader.order.neighbors",
     "Minibatch": "zloader.training.minibatch",
-    "Mixture": "zloader.order.mixture",
+    "Mixture": "zloader.order.weighted",
     "MixtureOfScanners": "zloader.order.shuffling",
     "PackedRows": "zloader.training.arrays",
     "Parquet": "zloader.conversion.sources.parquet",

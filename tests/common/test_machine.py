@@ -27,9 +27,6 @@ NEEDS: dict[str, tuple[int, str, Callable[[], Any]]] = {
     "groups by two columns": (2 * N, "fewer stores", lambda: groups_of(["lane", "day"], lambda name: _labels(), N)),
     "sets": (5 * N, "fewer stores", lambda: zl.CellSets("lane", set_size=10).bound(_Table())),
     "classes of numbers": (16 * N, "column of categories", lambda: COLUMN.classes("obs column 'lane'")),
-    "single rows by weight": (18 * N, "larger blocks", lambda: zl.BlockWeightedSampling(WEIGHTS + 1, block_size=1)),
-    "rows without a weight": (16 * (N - 1), "take a view", lambda: zl.BlockWeightedSampling(WEIGHTS)),
-    "without replacement": (16 * N, "replace=True", lambda: _drawn_without_replacement()),
 }
 
 
@@ -47,11 +44,6 @@ class _Table:
 
     def rows_of(self, group: Any) -> Any:
         raise NotImplementedError
-
-
-def _drawn_without_replacement() -> Any:
-    sampling = zl.BlockWeightedSampling(WEIGHTS + 1, replace=False)
-    return sampling.rows(0, 1, dataset_rows=N, seed=0, epoch=0)
 
 
 @pytest.mark.parametrize("name", NEEDS)

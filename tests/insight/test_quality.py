@@ -18,7 +18,6 @@ import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.dataset.views import RowSet, Within
 from zloader.order.plan import Plan
-from zloader.order.ranks import RankPlacement
 from zloader.order.shuffling import BlockShuffling, stratified
 from zloader.selecting.columns import ObsColumn
 
@@ -77,41 +76,6 @@ def test_where_the_defaults_stand():
     assert seen.longest_run <= 5
 
 
-def test_the_part_of_a_machine_is_compared_with_random_rows_of_the_whole_dataset():
-    """The regions of two machines are the halves of the rows, and the labels, too."""
-    place = RankPlacement(rank=1, world_size=2, machines=2)
-    plan = Plan(
-        dataset_rows=100,
-        sampling=place.keep_to_parts(zl.BlockShuffling(4), 100),
-        batch_size=10,
-        fetch_factor=4,
-        rank=1,
-        world_size=2,
-        machines=2,
-    )
-    seen = zl.quality(np.arange(100) // 50, plan)
-    assert seen.entropy_bits == pytest.approx(0)
-    assert seen.random_entropy_bits > 0.8
-
-
-def test_parts_of_machines_mix_as_well_as_the_whole():
-    """Rows sorted by 14 plates; 32 machines have 3 125 rows each."""
-    labels = np.arange(100_000) * 14 // 100_000
-    place = RankPlacement(rank=5, world_size=32, machines=32)
-    plan = Plan(
-        dataset_rows=100_000,
-        sampling=place.keep_to_parts(stratified(), 100_000),
-        batch_size=64,
-        fetch_factor=256,
-        rank=5,
-        world_size=32,
-        machines=32,
-    )
-    seen = zl.quality(labels, plan)
-    assert seen.entropy_bits > 3.6
-    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits, abs=0.03)
-
-
 @pytest.mark.parametrize(("n_labels", "left"), [(2, 0.5), (14, 0.2), (56, 0.5), (300, 0.9)])
 def test_strata_bring_entropy_nearer_to_random_for_any_number_of_labels(n_labels, left):
     """With many strata per label or many labels per stratum, at most `left` of the deficit of random blocks remains."""
@@ -167,16 +131,16 @@ def test_indices_count_however_the_labels_are_named(rows):
     """Labels given as the name of an obs column or as an array give the same plan and the same measures."""
     labels = np.arange(20_000) * 14 // 20_000
     chosen = None if rows is None else RowSet.of(np.isin(np.arange(20_000), rows))
-    own = labels if rows is None else labels[rows]
+    own = np.where(np.arange(20_000) < 5000, labels, np.nan)[slice(None) if rows is None else rows]
     column = ObsColumn(values=own)
     seen = []
     for named in ("c", own):
         table = SimpleNamespace(obs_column={"c": column}.__getitem__)
-        sampling = zl.ClassBalancedSampling(named, indices=np.arange(5000)).bound(table)
+        sampling = zl.ClassBalancedSampling(named).bound(table)
         seen.append(measured(sampling if chosen is None else Within(sampling, chosen), 64, labels=labels))
     assert seen[0] == seen[1]
     assert seen[0].random_entropy_bits == pytest.approx(1.9, abs=0.05)
-    assert seen[0].l1_within == pytest.approx(1, abs=0.05)
+    assert seen[0].l1_within == pytest.approx(1, abs=0.1)
 
 
 @given(

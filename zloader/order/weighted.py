@@ -1,11 +1,27 @@
-"""Samplings that draw rows by weight, or all classes equally often. Pure.
+"""Samplings that draw rows by weight: by row or label, all classes equally often, or groups in given shares. Pure.
 
-`draws.py` explains how rows are drawn. A sampling that names an obs column is bound to it once, by the Loader.
+The weights of the rows, one after another, make an axis. It is cut into as many equal strata as an epoch has draws, and
+each draw is a random point of its stratum. So a row comes with a probability proportional to its weight, and in an
+epoch less than two times more or fewer than it should. `block_size` draws that follow each other are a block, and their
+points lie at the same random place of their strata. Their rows are neighbours, and blocks come in the order of a
+Loader's default sampling.
+
+Where each row is drawn about once, the rows of a block follow each other on disk. Two other orders of the draws keep
+that so elsewhere, and keep a row from coming again and again in a block. They are for runs of 64 rows whose heaviest
+row is expected `2**k` times an epoch, to the next power of two. Such runs lie together on the axis, as a level:
+
+- If k is above 0, draws come in `2**k` passes over the level, each of which takes every `2**k`-th stratum.
+- If k is below 0, a block's draws are taken from a part of `2**k` of their strata, which begins at a random place and
+  goes round the end. The blocks at the ends of a level draw from all of their strata.
+
+The order has the same bits on every machine: random words are computed from counters, and sums are added in a fixed
+order. The table takes 16 bytes for 64 rows. Planning a fetch takes a binary search per draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -13,14 +29,175 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common import page_cache
 from zloader.common.checks import is_number, require_count
+from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
-from zloader.common.records import Rows
-from zloader.order.draws import Codes, Draws, require_within
+from zloader.common.records import Rows, windows_of
+from zloader.order.permutation import GOLDEN, key_of, mix_word
 from zloader.order.sampling import Sampling, Table
-from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, checked_once
+from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 from zloader.selecting.columns import ObsColumn, as_numbers
 from zloader.selecting.groups import count_codes
+
+Codes = NDArray[np.integer]
+_RUN = 64  # rows whose weights are looked up together; divides the rows of a window
+_ROUNDING = 1 - 1e-9  # of sums of equal weights
+_LEVELS = (-40, 60)
+_MIN_TOTAL = 2.0**-960
+_STEP = 2.0**-53
+
+
+class Draws(Sampling):
+    """`total_size` rows per epoch, drawn by weight. Row i weighs `table[i]`, or `table[codes[i]]` (code -1: the last).
+
+    Without `replace`, one random number places all draws in their strata, so that no row is drawn twice.
+    Raises OptionError for invalid weights.
+    """
+
+    shuffles_fetch = True
+
+    def __init__(
+        self, table: NDArray[Any], codes: Codes | None, *, block_size: int, total_size: int | None, replace: bool
+    ) -> None:
+        _require_weights(table)
+        self._table, self._codes = table, codes
+        self._dataset_rows = len(table if codes is None else codes)
+        self.block_size, self.repeats = int(block_size), bool(replace)
+        n_runs = -(-self._dataset_rows // _RUN)
+        sums, most, n_positive = np.empty(n_runs), np.empty(n_runs), 0
+        for window in windows_of(n_runs * _RUN):
+            weights = self._weights(np.arange(window.start, window.stop)).reshape(-1, _RUN)
+            runs = slice(window.start // _RUN, window.stop // _RUN)
+            with np.errstate(over="ignore"):  # an overflow raises below
+                sums[runs], most[runs] = np.cumsum(weights, axis=1)[:, -1], weights.max(axis=1)
+            n_positive += int(np.count_nonzero(weights))
+        if codes is not None:
+            page_cache.release(codes)
+        if not n_positive:
+            raise OptionError("no row has a weight above 0, so there would be no minibatch")
+        self._total_size = n_positive if total_size is None else int(total_size)
+        with np.errstate(over="ignore"):
+            total = float(np.cumsum(sums)[-1])
+        if not _MIN_TOTAL <= total < np.inf:  # smaller float64 numbers have fewer digits
+            raise OptionError(f"the weights add up to {total}: divide them all by their largest")
+        expected = most * (self._total_size / total) * _ROUNDING  # how often the heaviest row of a run comes
+        if not replace and expected.max() > 1:
+            raise OptionError(
+                f"with replace=False no row comes twice, but one of them has {most.max() / total:.3g} of the weight, "
+                f"and would have to come {expected.max():.1f} times in {self._total_size} draws: lower total_size to "
+                f"{int(total / most.max())}, or draw with replace=True"
+            )
+        self._place_runs(sums, np.clip(np.ceil(np.log2(np.maximum(expected, 2.0**-60))), *_LEVELS) * replace)
+
+    def _place_runs(self, sums: NDArray[np.float64], level: NDArray[np.float64]) -> None:
+        """Puts the runs that weigh something on the axis, level by level."""
+        weighing = np.flatnonzero(sums)
+        self._runs = weighing[np.argsort(level[weighing], kind="stable")]  # in the order of the axis
+        self._ends = np.cumsum(sums[self._runs])
+        exponents, first = np.unique(level[self._runs], return_index=True)
+        last = np.append(first[1:], len(self._runs)) - 1  # the last run of each level
+        stops = self._ends[last]
+        strata = stops / stops[-1] * self._total_size
+        firsts = np.ceil(np.append(0.0, strata[:-1])).astype(np.int64)  # the first stratum in the level
+        counts = np.maximum(0, np.floor(strata).astype(np.int64) - firsts)
+        self._levels = stops, last, firsts, counts, exponents.astype(np.int64)
+
+    @property
+    def indices(self) -> Rows | None:  # type: ignore[override]
+        """The rows that weigh something, ascending; None for all rows."""
+        found = [
+            window.start + np.flatnonzero(self._weights(np.arange(window.start, window.stop)))
+            for window in windows_of(self._dataset_rows)
+        ]
+        rows: Rows = np.concatenate(found)
+        return None if len(rows) == self._dataset_rows else rows
+
+    def _weights(self, rows: Rows) -> NDArray[np.float64]:
+        """The weights of some rows, in an array of any shape. Rows beyond the last weigh nothing."""
+        known = np.minimum(rows, self._dataset_rows - 1)
+        weights = self._table[known if self._codes is None else self._codes[known]].astype(np.float64)
+        weights[rows >= self._dataset_rows] = 0
+        return weights
+
+    def n_rows(self, dataset_rows: int) -> int:
+        if dataset_rows != self._dataset_rows:
+            raise OptionError(
+                f"the weights or labels are for {self._dataset_rows} rows, but the dataset has {dataset_rows}"
+            )
+        return self._total_size
+
+    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
+        blocks, key = stratified(self.block_size), key_of(seed, epoch, 5)
+        draws = blocks.rows(start, stop, dataset_rows=self._total_size, seed=seed, epoch=epoch)
+        together = self.block_size if self.repeats else self._total_size
+        weights = self._table, self._codes, self._dataset_rows
+        _draw(
+            draws, (self._total_size, together, np.uint64(key)), self._levels, (self._runs, self._ends), weights, draws
+        )
+        return draws
+
+
+@compiled
+def _weight(table: NDArray[Any], codes: Codes | None, row: int) -> float:
+    return np.float64(table[row] if codes is None else table[codes[row]])
+
+
+@compiled
+def _draw(
+    draws: Rows,
+    epoch: tuple[int, int, np.uint64],
+    levels: tuple[NDArray[Any], ...],
+    axis: tuple[Rows, NDArray[np.float64]],
+    weights: tuple[NDArray[Any], Codes | None, int],
+    out: Rows,
+) -> None:
+    """Writes the rows of some draws of an epoch to `out`."""
+    total_size, together, key = epoch
+    stops, last, firsts, counts, exponents = levels
+    runs, ends = axis
+    stratum = ends[-1] / total_size
+    table, codes, n_rows = weights
+    of_run, row, found, reached, weight = -1, 0, 0, 0.0, 0.0
+    for i in range(len(draws)):
+        draw, group = draws[i], draws[i] // together
+        jitter = _unit(key, group)
+        level = min(np.searchsorted(stops, (draw + jitter) * stratum, side="right"), len(stops) - 1)
+        number, n_draws, passes = draw - firsts[level], counts[level], 1 << max(0, exponents[level])
+        if passes > 1 and 0 <= number < n_draws // passes * passes:
+            length = n_draws // passes
+            draw = firsts[level] + number % length * passes + number // length
+        point = (draw + jitter) * stratum
+        begin, length = group * together, float(together)
+        if exponents[level] < 0 and firsts[level] <= begin and begin + together <= firsts[level] + n_draws:
+            turned = _unit(~key, group) + (draw - begin + jitter) / length * 2.0 ** exponents[level]
+            point = (begin + turned % 1.0 * length) * stratum
+        run = min(np.searchsorted(ends, point, side="right"), last[level])
+        left = max(0.0, point - (ends[run - 1] if run else 0.0))  # of the running weight in the run
+        if run != of_run or left < reached - weight:  # else the search goes on from the row of the last draw
+            of_run, row, found = run, runs[run] * _RUN, runs[run] * _RUN
+            reached = weight = _weight(table, codes, row)
+        while reached <= left and row < min((runs[run] + 1) * _RUN, n_rows) - 1:
+            row += 1
+            weight = _weight(table, codes, row)
+            reached += weight
+            if weight > 0:  # rounding may leave no row beyond the point, and the last row weighs nothing
+                found = row
+        out[i] = found
+
+
+@compiled
+def _unit(key: np.uint64, counter: int) -> float:
+    """A random number in [0, 1) for each counter."""
+    return (mix_word(key + GOLDEN * np.uint64(counter)) >> np.uint64(11)) * _STEP  # type: ignore[arg-type,return-value]
+
+
+def _require_weights(table: NDArray[Any]) -> None:
+    for window in windows_of(len(table)):
+        weights = table[window]
+        wrong = window.start + np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
+        if len(wrong):
+            raise OptionError(f"weight {wrong[0]} is {table[wrong[0]]}: weights must be numbers of at least 0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +208,6 @@ class _Weighted(Sampling):
     block_size: int = DEFAULT_BLOCK_SIZE
     total_size: int | None = None
     replace: bool = True
-    indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
-    _chosen: Rows | None = field(default=None, init=False, repr=False)  # `indices` in ascending order
     _draws: Draws | None = field(default=None, init=False, repr=False)
 
     shuffles_fetch = True
@@ -45,20 +220,25 @@ class _Weighted(Sampling):
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         return self._resolved().rows(start, stop, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
 
+    @property
+    def indices(self) -> Rows | None:  # type: ignore[override]
+        """The rows that weigh something, ascending; None for all rows."""
+        return self._resolved().indices
+
     def _resolved(self) -> Draws:
         if self._draws is None:
             raise OptionError(f"{self} names an obs column: call bound(dataset) first, as the Loader does")
         return self._draws
 
     def _draw(self, table: NDArray[Any], codes: Codes | None) -> Draws:
-        return Draws(
-            table,
-            codes,
-            indices=self._chosen,
-            block_size=self.block_size,
-            total_size=self.total_size,
-            replace=self.replace,
-        )
+        return Draws(table, codes, block_size=self.block_size, total_size=self.total_size, replace=self.replace)
+
+    def _require_options(self) -> None:
+        require_count(block_size=self.block_size)
+        if self.total_size is not None:
+            require_count(total_size=self.total_size)
+        if not isinstance(self.replace, bool):
+            raise OptionError(f"replace must be True or False, not {self.replace!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,31 +252,29 @@ class BlockWeightedSampling(_Weighted):
             change them afterwards. With `column`, a mapping from labels of that column to the weight of a row with the
             label; labels that are not listed weigh 0.
         column: The obs column of the labels in `weights`.
-        block_size: Rows drawn together, which makes reads longer. A block is `block_size` consecutive rows of positive
-            weight, so it is contiguous on disk unless rows of weight 0 lie between. If a few rows dominate the weight
-            of a block, fewer of its rows are taken per draw, so that no row occurs twice in a draw. 1 draws each row on
-            its own. Default: 64.
+        block_size: Draws of neighbours, which makes reads longer. 1 draws each row on its own. Default: 64.
         total_size: Rows per epoch. Default: the number of rows with a positive weight.
-        replace: Whether a row may occur several times per epoch. With False, rows are drawn one after the other from
-            the rows that remain, and come in shuffled blocks of consecutive drawn rows. Default: True.
-        indices: The rows that take part. Default: all.
+        replace: Whether a row may occur several times per epoch. With False, weights that ask for that are refused.
+            Default: True.
+
+    For the weights of some rows only, give the Loader a view of them.
 
     Raises OptionError for invalid weights or options; when a Loader is made, also for a label that does not exist.
 
-    >>> sampling = zl.BlockWeightedSampling([1, 0, 1, 4], block_size=1, total_size=10)
-    >>> sampling.rows(0, 10, dataset_rows=4, seed=0, epoch=0).tolist()
-    [0, 3, 3, 3, 3, 3, 3, 0, 3, 3]
+    >>> sampling = zl.BlockWeightedSampling([1, 0, 1, 4], block_size=1, total_size=12)
+    >>> sorted(sampling.rows(0, 12, dataset_rows=4, seed=0, epoch=0).tolist())
+    [0, 0, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3]
     >>> rare = zl.BlockWeightedSampling({"T": 1, "NK": 10}, column="cell_type", total_size=100)
     >>> loader = zl.Loader(dataset, sampling=rare)
 
-    The name comes from scDataset, where a block is `block_size` neighbours among the sorted draws.
+    The name comes from scDataset, where a block is `block_size` neighbours among the sorted draws, too.
     """
 
     weights: Sequence[float] | NDArray[Any] | Mapping[Any, float] = field(kw_only=False, repr=False)
     column: str | None = None
 
     def __post_init__(self) -> None:
-        _require_options(self)
+        self._require_options()
         if isinstance(self.weights, Mapping) != (self.column is not None):
             raise OptionError(
                 "weights must be one number per row, or a mapping from labels to weights together with column="
@@ -135,21 +313,21 @@ class BlockWeightedSampling(_Weighted):
 class ClassBalancedSampling(_Weighted):
     """Draws every class equally often, and every row of a class equally often.
 
-    It is BlockWeightedSampling with the weight 1 / (rows in the class), and takes the same `block_size`, `total_size`,
-    `replace` and `indices`. `labels` is the name of an obs column (of labels, whole numbers, booleans or dates), or one
-    label per row of the dataset. Rows without a label (code -1, None, NaN, NaT) are never drawn. With `indices`,
-    classes are counted among these rows only. Raises OptionError for a column of fractions, and for invalid options.
+    It is BlockWeightedSampling with the weight 1 / (rows in the class), and takes the same `block_size`, `total_size`
+    and `replace`. `labels` is the name of an obs column (of labels, whole numbers, booleans or dates), or one label per
+    row of the dataset. Rows without a label (code -1, None, NaN, NaT) are never drawn. Raises OptionError for a column
+    of fractions, and for invalid options.
 
-    >>> sampling = zl.ClassBalancedSampling(["T", "T", "T", "NK"], block_size=1, total_size=10)
-    >>> sampling.rows(0, 10, dataset_rows=4, seed=0, epoch=0).tolist()
-    [0, 2, 3, 3, 2, 3, 2, 0, 3, 2]
+    >>> sampling = zl.ClassBalancedSampling(["T", "T", "T", "NK"], block_size=1, total_size=12)
+    >>> sorted(sampling.rows(0, 12, dataset_rows=4, seed=0, epoch=0).tolist())
+    [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
     >>> loader = zl.Loader(dataset, obs=["cell_type"], sampling=zl.ClassBalancedSampling("cell_type"))
     """
 
     labels: str | Sequence[Any] | NDArray[Any] = field(kw_only=False)
 
     def __post_init__(self) -> None:
-        _require_options(self)
+        self._require_options()
         if np.ndim(self.labels) != (0 if isinstance(self.labels, str) else 1):
             raise OptionError(
                 f"labels must be the name of an obs column, or one label per row of the dataset, not "
@@ -170,18 +348,113 @@ class ClassBalancedSampling(_Weighted):
 
     def _balanced(self, name: str, column: ObsColumn) -> Draws:
         codes, n_classes = column.classes(name)
-        if self._chosen is not None:
-            require_within(self._chosen, len(codes))
         counts = np.zeros(n_classes + 1, np.int64)
-        count_codes(codes if self._chosen is None else codes[self._chosen], counts)
+        count_codes(codes, counts)
         counts[-1] = 0  # rows without a label are never drawn
         return self._draw(np.divide(1.0, counts, out=np.zeros(n_classes + 1), where=counts > 0), codes)
 
 
-def _require_options(sampling: _Weighted) -> None:
-    require_count(block_size=sampling.block_size)
-    if sampling.total_size is not None:
-        require_count(total_size=sampling.total_size)
-    if not isinstance(sampling.replace, bool):
-        raise OptionError(f"replace must be True or False, not {sampling.replace!r}")
-    object.__setattr__(sampling, "_chosen", checked_once(sampling.indices))
+class Mixture(Sampling):
+    """Mixes groups of rows, such as several atlases, in given shares, in blocks of `block_size` rows.
+
+    Args:
+        groups: A mapping from names of your choice to a pair of the group's rows and its weight. The rows are a Dataset
+            that was opened from stores of the Loader's dataset, a view, or a condition as `dataset.where` takes it: an
+            expression, a mask, or row numbers. Weights need not add up to 1. A group of weight 0 never comes. Groups
+            may overlap: a row of two groups comes for each of them. Rows of no group never come.
+        epoch_rows: Rows per epoch. Default: as many as the groups with a weight have together.
+        block_size: Draws of neighbours, as in BlockWeightedSampling.
+
+    All rows of a group come equally often, to within two times per epoch, so a small group repeats within an epoch. If
+    the groups are stretches of the rows, an epoch has the shares, but for rounding, and every fetch nearly so.
+
+    Raises OptionError for unusable groups, weights or counts. When a Loader is made, it raises OptionError for an empty
+    group with a weight, and for rows that the Loader's dataset does not have; and MissingColumnError.
+
+    >>> both = zl.open_dataset(["atlas.zarr", "other.zarr"], join="outer")
+    >>> atlas, other = zl.open_dataset("atlas.zarr"), zl.open_dataset("other.zarr")
+    >>> shares = zl.Mixture({"atlas": (atlas, 0.7), "other": (other, 0.3)}, block_size=10)
+    >>> loader = zl.Loader(both, sampling=shares, batch_size=100, fetch_factor=10)
+    >>> rows = [row for minibatch in loader for row in minibatch.index.tolist()]
+    >>> len(rows), round(sum(row < len(atlas) for row in rows) / len(rows), 1)
+    (400, 0.7)
+
+    Groups by obs column, or of a view:
+
+    >>> by_type = zl.Mixture({"T": ("cell_type == 'T'", 2), "B": ("cell_type == 'B'", 1)}, epoch_rows=600)
+    >>> some = both.where("donor == 'd1'")
+    >>> by_view = zl.Mixture({"some": (some, 0.1), "all": (both, 0.9)}, epoch_rows=1000)
+    >>> [len(zl.Loader(both, sampling=sampling, batch_size=50)) for sampling in (by_type, by_view)]
+    [12, 20]
+    """
+
+    shuffles_fetch = True
+    repeats = True  # of a small group, within an epoch
+
+    def __init__(
+        self,
+        groups: Mapping[str, tuple[Any, float]],
+        *,
+        epoch_rows: int | None = None,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+    ) -> None:
+        require_count(block_size=block_size)
+        if epoch_rows is not None:
+            require_count(epoch_rows=epoch_rows)
+        self.weights = {name: _share(name, pair) for name, pair in _pairs(groups)}
+        if not any(self.weights.values()):
+            raise OptionError(f"every group has the weight 0, so there would be no minibatch: {self.weights}")
+        self.groups = {name: rows for name, (rows, _) in groups.items()}
+        self.epoch_rows = None if epoch_rows is None else int(epoch_rows)
+        self.block_size = int(block_size)  # NumPy integers overflow
+
+    def __repr__(self) -> str:
+        return f"Mixture({self.weights}, epoch_rows={self.epoch_rows}, block_size={self.block_size})"
+
+    def bound(self, dataset: Table) -> Draws:
+        """The draws of the groups' rows. Rows of the same groups have the same code."""
+        codes, table, n_rows = np.zeros(dataset.n_obs, np.uint32), [0.0], 0
+        whole = max(self.weights.values())
+        for name, rows in self.groups.items():
+            chosen = dataset.rows_of(rows)
+            if not self.weights[name]:
+                continue
+            if not len(chosen):
+                raise OptionError(f"the group {name!r} has no row: give it another group of rows, or the weight 0")
+            n_rows += len(chosen)
+            mask = chosen.mask()
+            before = np.unique(codes[mask])
+            new_code = np.zeros(len(table), np.uint32)
+            new_code[before] = len(table) + np.arange(len(before))
+            table += [table[code] + self.weights[name] / whole / len(chosen) for code in before.tolist()]
+            codes[mask] = new_code[codes[mask]]
+        codes = codes.astype(np.min_scalar_type(len(table)))
+        total_size = n_rows if self.epoch_rows is None else self.epoch_rows
+        return Draws(np.array(table), codes, block_size=self.block_size, total_size=total_size, replace=True)
+
+    def n_rows(self, dataset_rows: int) -> int:
+        raise OptionError(f"{self} does not know its rows yet: call bound(dataset) first, as the Loader does")
+
+    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
+        raise OptionError(f"{self} does not know its rows yet: call bound(dataset) first, as the Loader does")
+
+
+def _pairs(groups: Any) -> Iterator[tuple[str, Any]]:
+    """The names and pairs of a mapping. Raises OptionError for anything else."""
+    if not isinstance(groups, Mapping) or not groups:
+        raise OptionError(
+            f'groups must be a mapping such as {{"a": (dataset_a, 0.7), "b": (dataset_b, 0.3)}}, not {groups!r:.100}'
+        )
+    for name, pair in groups.items():
+        if not isinstance(name, str):
+            raise OptionError(f"the names of groups are strings, but groups has {name!r:.100}")
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise OptionError(f"the group {name!r} must be a pair of its rows and its weight, not {pair!r:.100}")
+        yield name, pair
+
+
+def _share(name: str, pair: tuple[Any, Any]) -> float:
+    weight = pair[1]
+    if not is_number(weight) or not 0 <= weight < math.inf:
+        raise OptionError(f"the group {name!r} has the weight {weight!r}: give a number of at least 0")
+    return float(weight)
