@@ -11,7 +11,7 @@ import numpy as np
 
 import zloader as zl
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, chunk_spans, chunks_of
+from zloader.storage.layout import ArrayLayout, chunks_of, reads_of
 from zloader.storage.placement import ObjectIndex
 
 
@@ -24,10 +24,9 @@ def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
         table = layout.placement.parse(content[span.start : span.stop], shard, len(content))
         view = np.frombuffer(content, np.uint8)
         here = np.arange(shard * layout.chunks_per_shard, min((shard + 1) * layout.chunks_per_shard, layout.n_chunks))
-        spans, _ = chunk_spans(layout, here, {shard: ObjectIndex(table)}, gap_bytes=0, max_read_bytes=1 << 40)
-        for piece in spans:
-            starts = piece.span.start + piece.offsets
-            chunks += [view[a:b] for a, b in zip(starts.tolist(), (starts + piece.sizes).tolist(), strict=True)]
+        reads = reads_of(layout, here, {shard: ObjectIndex(table)}, gap_bytes=0, max_read_bytes=1 << 40)
+        starts = np.array([span.start for span in reads.spans])[reads.numbers] + reads.offsets
+        chunks += [view[a:b] for a, b in zip(starts.tolist(), (starts + reads.sizes).tolist(), strict=True)]
     return chunks
 
 

@@ -24,7 +24,7 @@ from zloader.insight.cost import blocks_to_read
 from zloader.order.plan import Plan
 from zloader.order.shuffling import stratified
 from zloader.reading.read_plan import FillPlanner
-from zloader.storage.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, distinct, expand, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, distinct, expand, reads_of
 from zloader.storage.placement import ObjectIndex, Placement
 from zloader.storage.row_blocks import RowForm
 
@@ -125,11 +125,11 @@ class Store:
     def reads(self, chunks: NDArray[np.int64]) -> tuple[int, int]:
         """GETs and bytes of these chunks of both arrays."""
         gap_bytes, max_read_bytes = self._options.gap_bytes, self._options.max_read_bytes
-        spans = [
-            chunk_spans(layout, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)[0]
+        reads = [
+            reads_of(layout, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
             for layout, indexes in self._arrays
         ]
-        return sum(map(len, spans)), sum(map(total_bytes, spans))
+        return sum(len(of_array.spans) for of_array in reads), sum(of_array.n_bytes for of_array in reads)
 
     def mirror_reads(self, blocks: NDArray[np.int64]) -> tuple[int, int, NDArray[np.int64]]:
         """GETs, bytes and shards of reading some blocks, in the batches of the planner: fast, because it plans all of

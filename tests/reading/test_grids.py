@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zloader.common.errors import FormatError
-from zloader.reading.chunks import Reads
+from zloader.reading.chunks import located
 from zloader.reading.read_plan import Elements
 from zloader.storage.decode import Decoder, _copy_parts, columns_of, copy_parts
-from zloader.storage.layout import ArrayLayout, Grid, MatrixLayout, chunk_spans, chunks_of, distinct
+from zloader.storage.layout import ArrayLayout, Grid, MatrixLayout, chunks_of, distinct, reads_of
 from zloader.storage.metadata import layout_of
 from zloader.storage.placement import ABSENT, ObjectIndex
 from zloader.storage.row_blocks import RowForm
@@ -60,12 +60,11 @@ def rows_of(root: Path, layout: ArrayLayout, rows: np.ndarray) -> np.ndarray:
         if not isinstance(found, np.ndarray):
             found = layout.placement.parse(file.read_bytes()[found.start : found.stop], shard, file.stat().st_size)
         indexes[shard] = ObjectIndex(found)
-    spans, absent = chunk_spans(layout, chunks, indexes, gap_bytes=64, max_read_bytes=200)
-    reads = Reads(spans)
-    stored = [(root / each.span.key).read_bytes()[each.span.start : each.span.stop] for each in spans]
-    jobs, out = reads.located(chunks_of_jobs, jobs), np.full(needed.n_elements, 99, layout.dtype)
+    reads = reads_of(layout, chunks, indexes, gap_bytes=64, max_read_bytes=200)
+    stored = [(root / span.key).read_bytes()[span.start : span.stop] for span in reads.spans]
+    jobs, out = located(chunks_of_jobs, jobs, reads), np.full(needed.n_elements, 99, layout.dtype)
     here = jobs["read"] >= 0
-    np.testing.assert_array_equal(distinct(chunks_of_jobs[~here]), absent)
+    np.testing.assert_array_equal(distinct(chunks_of_jobs[~here]), reads.absent)
     assert not Decoder(layout).decode_all(stored, jobs[here], out)
     for job in jobs[~here]:
         columns = slice(job["column"], job["column"] + job["stop"] - job["first"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
 from zloader.reading.read_plan import Elements, FillPlanner, batches
-from zloader.storage.layout import ChunkSpan, MatrixLayout
+from zloader.storage.layout import MatrixLayout, Reads
 from zloader.storage.row_blocks import RowForm
 
 pytestmark = pytest.mark.any_version
@@ -26,19 +26,17 @@ pytestmark = pytest.mark.any_version
 )
 def test_a_batch_is_full_at_its_stored_or_at_its_decoded_bytes(sizes, stored_bytes, decoded_bytes):
     """Chunks of 10 decoded bytes each. No batch is full before its last span, and every batch but the last is full."""
-    spans = []
-    for number, (n_bytes, n_chunks) in enumerate(sizes):
-        empty = np.zeros(n_chunks, np.int64)
-        spans.append(
-            ChunkSpan(span=Span(key=str(number), start=0, stop=n_bytes), chunks=empty, offsets=empty, sizes=empty)
-        )
+    numbers = np.repeat(np.arange(len(sizes)), [n_chunks for _, n_chunks in sizes])
+    spans = [Span(key=str(number), start=0, stop=n_bytes) for number, (n_bytes, _) in enumerate(sizes)]
+    chunks, empty = np.arange(len(numbers)), np.zeros(len(numbers), np.int64)
+    reads = Reads(spans=spans, chunks=chunks, numbers=numbers, offsets=empty, sizes=empty, absent=empty[:0])
 
     def full(batch):
-        stored, decoded = sum(each.span.size for each in batch), 10 * sum(len(each.chunks) for each in batch)
+        stored, decoded = sum(sizes[number][0] for number in batch), 10 * sum(sizes[number][1] for number in batch)
         return stored >= stored_bytes or decoded >= decoded_bytes
 
-    found = list(batches(spans, chunk_bytes=10, stored_bytes=stored_bytes, decoded_bytes=decoded_bytes))
-    assert [each for batch in found for each in batch] == spans
+    found = list(batches(reads, chunk_bytes=10, stored_bytes=stored_bytes, decoded_bytes=decoded_bytes))
+    assert [number for batch in found for number in batch.tolist()] == list(range(len(sizes)))
     assert all(full(batch) for batch in found[:-1])
     assert not any(full(batch[:-1]) for batch in found)
 

@@ -21,13 +21,12 @@ from zloader.storage.decode import Decoder
 from zloader.storage.layout import (
     MatrixLayout,
     align_to_runs,
-    chunk_spans,
     chunks_of,
     coalesce,
     distinct,
     expand,
     fill_gaps,
-    total_bytes,
+    reads_of,
 )
 from zloader.storage.metadata import array_layout
 from zloader.storage.placement import ABSENT, ObjectIndex
@@ -130,35 +129,43 @@ def shards(draw):
 def test_every_chunk_is_in_exactly_one_span_at_the_right_offset(shards, gap_bytes, max_read_bytes, draw):
     layout, indexes, owners = shards
     wanted = np.sort(_int64(*draw.draw(st.sets(st.integers(0, layout.n_chunks - 1), min_size=1))))
-    spans, absent = chunk_spans(layout, wanted, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
+    reads = reads_of(layout, wanted, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
     stored = {int(chunk): int((owner == chunk).sum()) for owner in owners.values() for chunk in set(owner.tolist())}
 
-    read = np.concatenate([_int64(), *(piece.chunks for piece in spans)])
-    assert sorted([*read.tolist(), *absent.tolist()]) == wanted.tolist()
-    assert all((chunk in stored) == (chunk not in absent) for chunk in wanted.tolist())
-    for piece in spans:
-        owner = owners[piece.span.key][piece.span.start : piece.span.stop]
-        assert len(owner) == piece.span.size  # inside the object
-        for chunk, offset, size in zip(piece.chunks, piece.offsets, piece.sizes, strict=True):
+    assert sorted([*reads.chunks.tolist(), *reads.absent.tolist()]) == wanted.tolist()
+    assert (np.diff(reads.chunks) > 0).all()
+    assert all((chunk in stored) == (chunk not in reads.absent) for chunk in wanted.tolist())
+    for number, span in enumerate(reads.spans):
+        alone = reads.some(_int64(number))
+        assert alone.spans == [span]
+        assert not alone.numbers.any()
+        owner = owners[span.key][span.start : span.stop]
+        assert len(owner) == span.size  # inside the object
+        for chunk, offset, size in zip(alone.chunks, alone.offsets, alone.sizes, strict=True):
             assert size == stored[int(chunk)]
             assert (owner[offset : offset + size] == chunk).all()
-        gaps = piece.offsets[1:] - (piece.offsets + piece.sizes)[:-1]
-        assert (gaps <= gap_bytes).all()
-        assert piece.offsets[0] == 0
-        assert piece.span.size < max_read_bytes + piece.sizes[0]
-    for first, second in itertools.combinations(spans, 2):
-        if first.span.key == second.span.key:
-            assert first.span.stop <= second.span.start or second.span.stop <= first.span.start
-    assert total_bytes(spans) == sum(piece.span.stop - piece.span.start for piece in spans)
+        by_offset = np.argsort(alone.offsets, kind="stable")
+        offsets, sizes = alone.offsets[by_offset], alone.sizes[by_offset]
+        assert (offsets[1:] - (offsets + sizes)[:-1] <= gap_bytes).all()
+        assert offsets[0] == 0
+        assert span.size < max_read_bytes + sizes[0]
+    for first, second in itertools.combinations(reads.spans, 2):
+        if first.key == second.key:
+            assert first.stop <= second.start or second.stop <= first.start
+    assert reads.n_bytes == sum(span.stop - span.start for span in reads.spans)
+    later = reads.some(np.arange(1, len(reads.spans)))
+    assert later.spans == reads.spans[1:]
+    assert later.numbers.tolist() == (reads.numbers[reads.numbers > 0] - 1).tolist()
 
 
 def test_a_shard_of_which_nothing_wanted_is_stored_gives_no_span():
     nothing = np.full((4, 2), ABSENT, np.uint64)
     something = np.array([[0, 7], [7, 5], [ABSENT, ABSENT], [12, 3]], np.uint64)
     indexes = {0: ObjectIndex(nothing), 1: ObjectIndex(something)}
-    spans, absent = chunk_spans(LAYOUT, _int64(1, 3, 4, 6), indexes, gap_bytes=0, max_read_bytes=100)
-    assert [(piece.span.key, piece.chunks.tolist()) for piece in spans] == [("X/data/c/1", [4])]
-    assert absent.tolist() == [1, 3, 6]
+    reads = reads_of(LAYOUT, _int64(1, 3, 4, 6), indexes, gap_bytes=0, max_read_bytes=100)
+    assert [span.key for span in reads.spans] == ["X/data/c/1"]
+    assert (reads.chunks.tolist(), reads.numbers.tolist()) == ([4], [0])
+    assert reads.absent.tolist() == [1, 3, 6]
 
 
 BEYOND = 1 << 32  # no 4-byte offset
@@ -189,9 +196,9 @@ def test_a_shard_index_gives_the_ranges_of_its_table(offsets, stored):
 
 
 def test_no_chunks_need_no_spans():
-    spans, absent = chunk_spans(LAYOUT, _int64(), {}, gap_bytes=0, max_read_bytes=100)
-    assert spans == []
-    assert absent.tolist() == []
+    reads = reads_of(LAYOUT, _int64(), {}, gap_bytes=0, max_read_bytes=100)
+    assert reads.spans == []
+    assert len(reads.chunks) == len(reads.absent) == 0
 
 
 # ---- rows, elements and chunks
@@ -313,15 +320,14 @@ def _read_back(root, layout):
             tables[shard] = np.array([[0, file.stat().st_size]], np.uint64)
     indexes = {shard: ObjectIndex(table) for shard, table in tables.items()}
     chunks = np.arange(layout.n_chunks)
-    spans, absent = chunk_spans(layout, chunks, indexes, gap_bytes=64, max_read_bytes=200)
+    reads = reads_of(layout, chunks, indexes, gap_bytes=64, max_read_bytes=200)
     first, last = layout.chunk_bounds(chunks)
-    for chunk in absent.tolist():
+    for chunk in reads.absent.tolist():
         elements[first[chunk] : last[chunk]] = layout.fill_value
     decoder = Decoder(layout)
-    for piece in spans:
-        content = np.frombuffer((root / piece.span.key).read_bytes(), np.uint8)[piece.span.start : piece.span.stop]
-        for chunk, offset, size in zip(piece.chunks.tolist(), piece.offsets, piece.sizes, strict=True):
-            decoder.decode(content[offset : offset + size], elements[first[chunk] : last[chunk]])
+    stored = [np.frombuffer((root / span.key).read_bytes(), np.uint8)[span.start : span.stop] for span in reads.spans]
+    for chunk, number, offset, size in zip(reads.chunks, reads.numbers, reads.offsets, reads.sizes, strict=True):
+        decoder.decode(stored[number][offset : offset + size], elements[first[chunk] : last[chunk]])
     return elements
 
 

@@ -24,7 +24,7 @@ from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.chunks import ShardIndexes
 from zloader.reading.read_plan import FillPlanner
 from zloader.selecting.groups import shares
-from zloader.storage.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, distinct, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, distinct, reads_of
 from zloader.storage.placement import ObjectIndex
 from zloader.storage.row_blocks import RowForm
 from zloader.storage.row_offsets import RowOffsets
@@ -166,9 +166,9 @@ class _Count:
         """Counts the reads for chunks that are read together."""
         gap_bytes, max_read_bytes = options.gap_bytes, options.max_read_bytes
         for chunks in wanted:
-            spans, _ = chunk_spans(array, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
-            self.gets += len(spans)
-            self.n_bytes += total_bytes(spans)
+            reads = reads_of(array, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
+            self.gets += len(reads.spans)
+            self.n_bytes += reads.n_bytes
 
     def extend(self, other: _Count, scale: float) -> None:
         """Adds what another count has found, several times."""

@@ -19,7 +19,7 @@ from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import batches
 from zloader.reading.resources import Counters, Resources
 from zloader.storage.decode import PART, Decoder, columns_of
-from zloader.storage.layout import ArrayLayout, ChunkSpan, chunk_spans, distinct, runs_of, total_bytes
+from zloader.storage.layout import ArrayLayout, Reads, distinct, reads_of, runs_of
 from zloader.storage.placement import ObjectIndex
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
@@ -29,37 +29,22 @@ _BATCH_BYTES = 8 << 20
 _BATCHES_IN_FLIGHT = 8
 
 Stored = Sequence[bytes | NDArray[np.uint8]]
-Corrupt = list[tuple[ChunkSpan, CorruptChunkError]]  # spans that do not match their checksums
+Corrupt = dict[int, CorruptChunkError]  # of spans that do not match their checksums, by number
 Work = TypeVar("Work")
 ReadWork = Callable[[Work], Awaitable[tuple[Work, Sequence[CorruptChunkError]]]]
 ReadSpans = Callable[[Sequence[Span]], Awaitable[Sequence[bytes]]]
 _AT_ONCE = 16  # indexes that one task reads
 
 
-class Reads:
-    """Some reads of an array, and where its chunks are in them: `table` has the chunks, ascending, and of each the
-    number of its read, and its offset and size there.
-    """
-
-    def __init__(self, pieces: Sequence[ChunkSpan]) -> None:
-        self.pieces = pieces
-        none = np.empty(0, np.int64)
-        read = np.repeat(np.arange(len(pieces)), [len(piece.chunks) for piece in pieces])
-        chunks, offsets, sizes = (
-            np.concatenate([none, *(getattr(piece, name) for piece in pieces)])
-            for name in ("chunks", "offsets", "sizes")
-        )
-        order = np.argsort(chunks, kind="stable")
-        self.table: Sequence[Rows] = [of_chunk[order] for of_chunk in (chunks, read, offsets, sizes)]
-
-    def located(self, chunks: Rows, jobs: NDArray[Any]) -> NDArray[Any]:
-        """The jobs with the places of their chunks. The read of a chunk that is in none is -1."""
-        at = np.searchsorted(self.table[0], chunks)
-        here = np.append(self.table[0], -1)[at] == chunks
-        jobs = jobs.copy()
-        _, jobs["read"], jobs["offset"], jobs["size"] = (np.append(of_chunk, -1)[at] for of_chunk in self.table)
-        jobs["read"][~here] = -1
-        return jobs
+def located(chunks: Rows, jobs: NDArray[Any], reads: Reads) -> NDArray[Any]:
+    """The jobs with the places of their chunks. The read of a chunk that is in none is -1."""
+    at = np.searchsorted(reads.chunks, chunks)
+    here = np.append(reads.chunks, -1)[at] == chunks
+    jobs = jobs.copy()
+    of_chunks = (reads.numbers, reads.offsets, reads.sizes)
+    jobs["read"], jobs["offset"], jobs["size"] = (np.append(of_chunk, -1)[at] for of_chunk in of_chunks)
+    jobs["read"][~here] = -1
+    return jobs
 
 
 class ArrayReader:
@@ -106,13 +91,14 @@ class ArrayReader:
                 f"it, which writes small chunks, or give memory={2 * self._scratch_bytes} or more"
             )
         reads = await self.reads(distinct(chunks), turn)
-        located = reads.located(chunks, jobs)
-        self.decode(reads, located[located["read"] < 0], out, [])
+        if len(reads.absent):
+            self._fill(jobs[np.isin(chunks, reads.absent)], out)
         stored_bytes = min(_BATCH_BYTES, resources.options.in_flight_bytes // _BATCHES_IN_FLIGHT)
         chunk_bytes = self.layout.chunk_elements * self.layout.dtype.itemsize
         async with asyncio.TaskGroup() as group:
-            for batch in batches(reads.pieces, chunk_bytes=chunk_bytes, stored_bytes=stored_bytes):
-                await resources.in_flight.acquire(total_bytes(batch) + self._scratch_bytes, turn)
+            for numbers in batches(reads, chunk_bytes=chunk_bytes, stored_bytes=stored_bytes):
+                batch = reads.some(numbers)
+                await resources.in_flight.acquire(batch.n_bytes + self._scratch_bytes, turn)
                 group.create_task(self._read_batch(batch, chunks, jobs, out))
         out.flags.writeable = False
 
@@ -120,37 +106,34 @@ class ArrayReader:
         """The reads for some chunks (ascending). Raises if the store should have one that was never written."""
         indexes, options = await self._indexes.of(chunks, partial(self._read_spans, turn)), self._resources.options
         gap_bytes, max_read_bytes = options.gap_bytes, options.max_read_bytes
-        spans, absent = chunk_spans(self.layout, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
-        self._resources.counters.spans += len(spans)
-        if len(absent) and not self.layout.absent_is_fill:
+        reads = reads_of(self.layout, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
+        self._resources.counters.spans += len(reads.spans)
+        if len(reads.absent) and not self.layout.absent_is_fill:
             raise MissingObjectError(
-                f"{self._resources.url}: chunk {absent[0]} of {self.layout.path} was never written: the store is "
+                f"{self._resources.url}: chunk {reads.absent[0]} of {self.layout.path} was never written: the store is "
                 "incomplete. Convert it again"
             )
-        return Reads(spans)
+        return reads
 
-    async def _read_batch(self, batch: list[ChunkSpan], chunks: Rows, jobs: NDArray[Any], out: NDArray[Any]) -> None:
+    async def _read_batch(self, batch: Reads, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any]) -> None:
         """Reads some spans and decodes their chunks; a span that fails its checksum is read once more."""
-        try:
-            read = partial(self._read_once, chunks, jobs, out)
-            await read_again(batch, self.rereads, self._resources.counters, read)
-            self._resources.counters.chunks_decoded += sum(len(piece.chunks) for piece in batch)
-        finally:
-            self._resources.in_flight.release(total_bytes(batch) + self._scratch_bytes)
+        resources, n_bytes = self._resources, batch.n_bytes + self._scratch_bytes
 
-    async def _read_once(
-        self, chunks: Rows, jobs: NDArray[Any], out: NDArray[Any], pieces: list[ChunkSpan]
-    ) -> tuple[list[ChunkSpan], list[CorruptChunkError]]:
-        reads = Reads(pieces)
-        first, last = reads.table[0][[0, -1]]
-        some = slice(*np.searchsorted(chunks, [first, last + 1]))
-        located = reads.located(chunks[some], jobs[some])
-        decode = partial(self.decode, reads, located[located["read"] >= 0], out)
-        corrupt = await self._resources.decode([piece.span for piece in pieces], decode)
-        return [piece for piece, _ in corrupt], [error for _, error in corrupt]
+        async def read(reads: Reads) -> tuple[Reads, Sequence[CorruptChunkError]]:
+            some = slice(*np.searchsorted(chunks, reads.chunks[[0, -1]] + [0, 1]))
+            here = located(chunks[some], jobs[some], reads)
+            decode = partial(self.decode, reads, here[here["read"] >= 0], out)
+            corrupt = await resources.decode(reads.spans, decode)
+            return reads.some(np.array(sorted(corrupt))) if corrupt else reads, list(corrupt.values())
+
+        try:
+            await read_again(batch, self.rereads, resources.counters, read)
+            resources.counters.chunks_decoded += len(batch.chunks)
+        finally:
+            resources.in_flight.release(n_bytes)
 
     def decode(self, reads: Reads, jobs: NDArray[Any], out: NDArray[Any], stored: Stored) -> Corrupt:
-        """Does jobs; returns the corrupt spans, each with its first error.
+        """Does jobs; returns the first error of each span that is corrupt.
 
         Chunks that are in no read were never written: they are the fill value.
         """
@@ -158,14 +141,13 @@ class ArrayReader:
         if absent.any():
             self._fill(jobs[absent], out)
             jobs = jobs[~absent]
-        corrupt: dict[int, tuple[ChunkSpan, CorruptChunkError]] = {}
+        corrupt: Corrupt = {}
         for job, error in self._decoder.decode_all(stored, jobs, out):
             read, start, size = (int(jobs[name][job]) for name in ("read", "offset", "size"))
-            piece = reads.pieces[read]
-            chunk = int(piece.chunks[piece.offsets == start][0])
-            where = self._describe(piece.span, start, start + size, chunk)
-            corrupt.setdefault(read, (piece, explained(error, where)))
-        return list(corrupt.values())
+            chunk = int(reads.chunks[(reads.numbers == read) & (reads.offsets == start)][0])
+            where = self._describe(reads.spans[read], start, start + size, chunk)
+            corrupt.setdefault(read, explained(error, where))
+        return corrupt
 
     def _fill(self, jobs: NDArray[Any], out: NDArray[Any]) -> None:
         self.layout.check_bounds(np.atleast_1d(self.layout.fill_value))

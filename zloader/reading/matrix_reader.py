@@ -25,7 +25,7 @@ from zloader.common.concurrent_calls import aside
 from zloader.common.errors import CorruptChunkError
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows, Span
-from zloader.reading.chunks import ArrayReader, Corrupt, Reads, Stored, read_again
+from zloader.reading.chunks import ArrayReader, Stored, located, read_again
 from zloader.reading.gates import ByteBudget
 from zloader.reading.gather import SourceRows, as_bits, totals_of
 from zloader.reading.loops import copy_rows
@@ -33,7 +33,7 @@ from zloader.reading.read_plan import Elements, FillPlanner, jobs_of
 from zloader.reading.recipe import MatrixPart
 from zloader.reading.resources import Counters, Resources
 from zloader.storage.coded_rows import code_blocks, views_of, words_of
-from zloader.storage.layout import chunks_of
+from zloader.storage.layout import Reads, chunks_of
 from zloader.storage.row_blocks import RowForm, begun_blocks
 
 # Decoded bytes that a thread holds on their way to the mirror. Fresh memory costs page faults, and memory that is used
@@ -358,12 +358,12 @@ class MatrixReader:
             wrong = keep(mirror, batch, batch.blocks[some], batch.starts[rows], batch.stops[rows], stored)
             if wrong:
                 left.append(batch.blocks[some])
-                errors += [error for _, error in wrong]
+                errors += wrong
         return np.concatenate(left), errors
 
     def _keep_raw(
         self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
-    ) -> Corrupt:
+    ) -> list[CorruptChunkError]:
         """Decodes rows to where they are packed."""
         form, lengths = mirror.form, stops - starts
         memory = self._resources.own_buffer("packed", form.most_bytes(len(lengths), int(lengths.sum())))
@@ -371,23 +371,23 @@ class MatrixReader:
         if form.genes is None:  # the rows of a block are one piece
             firsts = np.arange(0, len(starts), form.block_rows)
             starts, stops = starts[firsts], stops[np.minimum(firsts + form.block_rows, len(stops)) - 1]
-        wrong = []
+        wrong = list[CorruptChunkError]()
         for array, reads, of_reads, to in zip(self._arrays, batch.reads, batch.shared(stored), places, strict=True):
-            jobs, part = reads.located(*jobs_of(array.layout, starts, stops, to)), words_of(memory, array.layout.dtype)
-            wrong += array.decode(reads, jobs, part, of_reads)
+            jobs = located(*jobs_of(array.layout, starts, stops, to), reads)
+            wrong += array.decode(reads, jobs, words_of(memory, array.layout.dtype), of_reads).values()
         if not wrong:
             mirror.put(blocks, ends, memory)
         return wrong
 
     def _keep_packed(
         self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
-    ) -> Corrupt:
+    ) -> list[CorruptChunkError]:
         """Decodes rows, and then chooses their genes and codes them."""
-        wrong, decoded = [], self._through(starts, stops)
+        wrong, decoded = list[CorruptChunkError](), self._through(starts, stops)
         parts = decoded.places(self._resources.own_buffer("decoded", decoded.n_bytes))
         of_arrays = zip(self._arrays, decoded.jobs, parts, batch.reads, batch.shared(stored), strict=True)
         for array, jobs, part, reads, of_reads in of_arrays:
-            wrong += array.decode(reads, reads.located(*jobs), part, of_reads)
+            wrong += array.decode(reads, located(*jobs, reads), part, of_reads).values()
             part.flags.writeable = False  # as of all rows, or else numba compiles more loops
         if not wrong:
             (genes, values), begins = parts, decoded.begins
@@ -429,22 +429,22 @@ class _Batch:
 
     @property
     def spans(self) -> list[Span]:
-        return [piece.span for reads in self.reads for piece in reads.pieces]
+        return [span for reads in self.reads for span in reads.spans]
 
     @property
     def n_bytes(self) -> int:
-        return sum(span.size for span in self.spans)
+        return sum(reads.n_bytes for reads in self.reads)
 
     @property
     def n_chunks(self) -> int:
-        return sum(len(reads.table[0]) for reads in self.reads)
+        return sum(len(reads.chunks) for reads in self.reads)
 
     def shared(self, stored: Stored) -> Iterator[Stored]:
         """The bytes of the reads from each array, given those of `spans`."""
         first = 0
         for reads in self.reads:
-            yield stored[first : first + len(reads.pieces)]
-            first += len(reads.pieces)
+            yield stored[first : first + len(reads.spans)]
+            first += len(reads.spans)
 
 
 def _some(at: Rows | slice, chosen: NDArray[np.bool_]) -> Rows:

@@ -19,9 +19,9 @@ from zloader.common.records import Rows
 from zloader.storage.decode import CHUNK, PART
 from zloader.storage.layout import (
     ArrayLayout,
-    ChunkSpan,
     Grid,
     MatrixLayout,
+    Reads,
     align_to_runs,
     expand,
     fill_gaps,
@@ -108,23 +108,20 @@ class FillPlanner:
 
 
 def batches(
-    spans: Sequence[ChunkSpan], *, chunk_bytes: int, stored_bytes: int, decoded_bytes: int = 32 << 20
-) -> Iterator[list[ChunkSpan]]:
-    """The spans in order, grouped into batches that one task reads and decodes.
+    reads: Reads, *, chunk_bytes: int, stored_bytes: int, decoded_bytes: int = 32 << 20
+) -> Iterator[NDArray[np.int64]]:
+    """The numbers of the spans that one task reads and decodes together, in order.
 
     A batch is full at `stored_bytes`, or at `decoded_bytes`, where a chunk is `chunk_bytes`.
     """
-    batch: list[ChunkSpan] = []
-    stored = decoded = 0
-    for piece in spans:
-        batch.append(piece)
-        stored += piece.span.size
-        decoded += len(piece.chunks) * chunk_bytes
-        if stored >= stored_bytes or decoded >= decoded_bytes:
-            yield batch
-            batch, stored, decoded = [], 0, 0
-    if batch:
-        yield batch
+    first = stored = decoded = 0
+    counts = np.bincount(reads.numbers, minlength=len(reads.spans)).tolist()
+    for number, (span, count) in enumerate(zip(reads.spans, counts, strict=True), 1):
+        stored += span.size
+        decoded += count * chunk_bytes
+        if stored >= stored_bytes or decoded >= decoded_bytes or number == len(counts):
+            yield np.arange(first, number)
+            first, stored, decoded = number, 0, 0
 
 
 # ---- where chunks are decoded to

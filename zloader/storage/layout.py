@@ -294,13 +294,36 @@ def fill_gaps(chunks: Rows, gap: int) -> Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkSpan:
-    """A span and its chunks: chunk `chunks[i]` is bytes `[offsets[i], offsets[i] + sizes[i])` of the span."""
+class Reads:
+    """Spans to be read, and the chunks (ascending) that they bring.
 
-    span: Span
+    Chunk `chunks[i]` is bytes `[offsets[i], offsets[i] + sizes[i])` of span `numbers[i]`. `absent` are the chunks that
+    are not stored.
+    """
+
+    spans: Sequence[Span]
     chunks: Rows
+    numbers: Rows
     offsets: Rows
     sizes: Rows
+    absent: Rows
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all spans."""
+        return sum(span.size for span in self.spans)
+
+    def some(self, numbers: Rows) -> Reads:
+        """Those of some spans (ascending)."""
+        here = np.isin(self.numbers, numbers)
+        return Reads(
+            spans=[self.spans[number] for number in numbers.tolist()],
+            chunks=self.chunks[here],
+            numbers=np.searchsorted(numbers, self.numbers[here]),
+            offsets=self.offsets[here],
+            sizes=self.sizes[here],
+            absent=self.absent[:0],
+        )
 
 
 def coalesce(starts: Rows, stops: Rows, *, gap_bytes: int, max_read_bytes: int) -> Rows:
@@ -317,20 +340,18 @@ def coalesce(starts: Rows, stops: Rows, *, gap_bytes: int, max_read_bytes: int) 
     return np.flatnonzero(apart)
 
 
-def chunk_spans(
+def reads_of(
     layout: ArrayLayout,
     chunks: Rows,
     indexes: Mapping[int, ObjectIndex],
     *,
     gap_bytes: int,
     max_read_bytes: int,
-) -> tuple[list[ChunkSpan], Rows]:
-    """The reads for `chunks` (ascending), and the chunks that are not stored.
-
-    `indexes` has the index of each shard with such chunks.
-    """
-    spans: list[ChunkSpan] = []
-    absent: list[Rows] = []
+) -> Reads:
+    """The reads for `chunks` (ascending). `indexes` has the index of each shard with such chunks."""
+    none = np.empty(0, np.int64)
+    spans: list[Span] = []
+    absent, places = [none], [np.empty((4, 0), np.int64)]
     per_shard = layout.chunks_per_shard
     shards = chunks // per_shard
     for here in np.split(chunks, np.flatnonzero(np.diff(shards)) + 1) if len(chunks) else []:
@@ -343,15 +364,13 @@ def chunk_spans(
             continue
         opens = coalesce(offsets, offsets + sizes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
         starts, stops = offsets[opens], np.maximum.reduceat(offsets + sizes, opens)
-        within = offsets - np.repeat(starts, np.diff(opens, append=len(here)))
+        of_span = np.repeat(np.arange(len(opens)), np.diff(opens, append=len(here)))
+        places.append(np.stack([here, len(spans) + of_span, offsets - starts[of_span], sizes]))
         key = layout.shard_key(shard)
-        ats = map(slice, opens.tolist(), [*opens[1:].tolist(), len(here)])
-        for at, start, stop in zip(ats, starts.tolist(), stops.tolist(), strict=True):
-            span = Span(key=key, start=start, stop=stop)
-            spans.append(ChunkSpan(span=span, chunks=here[at], offsets=within[at], sizes=sizes[at]))
-    return spans, np.concatenate(absent) if absent else np.empty(0, np.int64)
-
-
-def total_bytes(spans: Sequence[ChunkSpan]) -> int:
-    """Bytes read by all spans."""
-    return sum(each.span.size for each in spans)
+        spans += [
+            Span(key=key, start=start, stop=stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
+    table = np.concatenate(places, axis=1)
+    found, numbers, offsets, sizes = table[:, np.argsort(table[0], kind="stable")]
+    absent_chunks = np.concatenate(absent)
+    return Reads(spans=spans, chunks=found, numbers=numbers, offsets=offsets, sizes=sizes, absent=absent_chunks)

@@ -22,7 +22,7 @@ from zloader.common.options import MiB
 from zloader.common.records import Span
 from zloader.conversion.writing.object_writer import translated
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, chunk_spans
+from zloader.storage.layout import ArrayLayout, reads_of
 from zloader.storage.metadata import layout_of
 from zloader.storage.placement import ABSENT, Index, ObjectIndex
 
@@ -142,11 +142,11 @@ class StoredArray:
         indexes = {shard: ObjectIndex(table)}
         at = first
         for group in groups:
-            spans, _ = chunk_spans(layout, group, indexes, gap_bytes=0, max_read_bytes=self._read_bytes)
-            for span in spans:
-                stored = np.frombuffer(self._read(span.span), np.uint8)
-                where = zip(span.chunks.tolist(), span.offsets.tolist(), span.sizes.tolist(), strict=True)
-                for chunk, offset, size in where:
+            reads = reads_of(layout, group, indexes, gap_bytes=0, max_read_bytes=self._read_bytes)
+            for number, span in enumerate(reads.spans):
+                stored, here = np.frombuffer(self._read(span), np.uint8), reads.numbers == number
+                where = (reads.chunks[here], reads.offsets[here], reads.sizes[here])
+                for chunk, offset, size in np.stack(where, axis=1).tolist():
                     yield from ((absent, None) for absent in range(at, chunk))
                     yield chunk, stored[offset : offset + size]
                     at = chunk + 1
