@@ -16,95 +16,22 @@ import random
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from zloader.access.location import Location
 from zloader.access.scheme import ReadRange, is_denial, status_of, wait_s
 from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
-from zloader.common.errors import (
-    AccessDeniedError,
-    DeadlineError,
-    MissingObjectError,
-    ReadError,
-    StoreChangedError,
-    StoreError,
-    TruncatedObjectError,
-)
+from zloader.common.errors import DeadlineError, StoreChangedError, TruncatedObjectError
 from zloader.common.locks import cached_property
 from zloader.common.messages import reason_of
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
+from zloader.reading.answers import MISSING, OTHER_TAG, RANGE_IGNORED, Answer, ReadFailure, denied, truncated
 
 _log = logging.getLogger("zloader")
 _PASSING = (408, 425, 429)  # statuses below 500 that pass
 _WARN_S = 5.0  # a read retried for longer than this logs a warning, at most one warning per such interval
-_SHORT_ATTEMPTS = 3  # this many answers of the wrong length cannot be due to the connection
-
-
-class Answer(NamedTuple):
-    """What a server answered: the bytes, maybe too few, and a tag that ends with the object's ETag or version."""
-
-    tag: bytes
-    stored: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadFailure:
-    """One failed attempt to read a span.
-
-    `answer` is the server's answer or the connection's error. `error` is the exception to raise once no retry is left;
-    its message includes `verdict` and `advice`. `attempts` limits the attempts (None: the options' `retries` do).
-    `wait_s` is how long the server asks to wait.
-    """
-
-    answer: str
-    error: type[StoreError] = ReadError
-    verdict: str = "failed"
-    advice: str = (
-        "Is the server overloaded, down or unreachable? To retry longer, set FetchOptions(retries=, deadline_s=)"
-    )
-    attempts: int | None = None
-    wait_s: float = 0.0
-
-
-MISSING = ReadFailure(
-    answer="the object does not exist",
-    error=MissingObjectError,
-    advice="Was the store changed or deleted?",
-    attempts=1,
-)
-
-
-def truncated(answer: str) -> ReadFailure:
-    """The failure of a read that returned fewer bytes than requested."""
-    return ReadFailure(
-        answer=answer,
-        error=TruncatedObjectError,
-        advice="The object is truncated. Restore it or convert the store again",
-        attempts=_SHORT_ATTEMPTS,
-    )
-
-
-def denied(answer: str, advice: str) -> ReadFailure:
-    """The failure of a read that the server did not permit; `advice` says what to check."""
-    return ReadFailure(
-        answer=answer,
-        error=AccessDeniedError,
-        verdict="was denied",
-        advice=f"Check {advice}, and whether they have expired",
-        attempts=1,
-    )
-
-
-OTHER_TAG = ReadFailure(
-    answer="412: the object has another tag than was listed",
-    advice="Does a proxy change the header If-Match?",
-    attempts=_SHORT_ATTEMPTS,
-)
-RANGE_IGNORED = ReadFailure(
-    answer="the range was ignored by the server", advice="Does a proxy drop the Range header?", attempts=_SHORT_ATTEMPTS
-)
 
 
 class RangeReader(Protocol):

@@ -23,7 +23,7 @@ from zloader.access.scheme import claim_process
 from zloader.common.errors import StoreError
 from zloader.common.file_systems import close_with
 from zloader.common.records import Span
-from zloader.reading.object_source import MISSING, RANGE_IGNORED, Answer, ReadFailure, denied, truncated
+from zloader.reading.answers import MISSING, RANGE_IGNORED, Answer, ReadFailure, denied, truncated
 
 # TensorStore's statuses for transient failures: 5xx, 429, S3's SlowDown, RequestTimeout and similar, and connection
 # errors. It reports them as ABORTED once its own retries are used up, which is at once, since it is told not to retry.
