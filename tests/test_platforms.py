@@ -12,7 +12,7 @@ import pytest
 from helpers import PATIENCE_S, counts, write_store
 
 from zloader.access.s3 import s3_access
-from zloader.caching.atomic_files import cached_path
+from zloader.caching.directory import cached_path
 from zloader.caching.leases import Leases
 from zloader.common.machine import available_cores
 from zloader.reading.tensorstore_reader import Credentials

@@ -16,7 +16,7 @@ write to it, because values that another user puts there would be trusted. It is
 machines share, because each sees late, or not at all, what the others write there.
 
 FINGERPRINT is computed by stored_objects.mirror_fingerprint. The checksums of all files with values include the names
-of the directory and the file (atomic_files.qualified_name), so a moved or renamed file counts as damaged.
+of the directory and the file (qualified_name), so a moved or renamed file counts as damaged.
 
 zloader only ever deletes files with these names. None of them contains credentials.
 """
@@ -31,16 +31,17 @@ import logging
 import os
 import pwd
 import re
+import secrets
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
-from zloader.caching.atomic_files import opened, write_atomically
 from zloader.common.errors import CacheError, OptionError
 from zloader.common.file_systems import close_with, shared_file_system
 from zloader.common.options import Cache
@@ -57,6 +58,53 @@ _OURS = re.compile(
 )
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
+
+# ---- files
+
+
+def cached_path(directory: Path, name: str, suffix: str) -> Path:
+    """The path of the file that keeps an array, rows or an object called `name`. It is always inside `directory`.
+
+    Capital letters after the first slash are escaped as well (X/data, obs/%44onor), so that two columns or layers whose
+    names differ only in case have two files, even where the file system ignores case, as on macOS.
+    """
+    first, slash, rest = quote(name, safe="/").partition("/")
+    escaped = re.sub("%..|[A-Z]", lambda found: found[0] if len(found[0]) > 1 else f"%{ord(found[0]):X}", rest)
+    return directory / f"{(first + slash + escaped).replace('/', '%2F')}.{suffix}"
+
+
+def qualified_name(path: Path) -> bytes:
+    """The name of a mirror and of a file in it. Checksums include it, so that a moved or renamed file is detected."""
+    return os.fsencode(f"{path.parent.name}/{path.name}\n")
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Opens a file for a while, creating it with mode 0600 if the flags say so. Raises OSError for a link."""
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def draft_path(path: Path) -> Iterator[Path]:
+    """A unique path beside `path`, to write and then rename. Deleted on exit unless renamed."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.draft")
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a small file, mode 0600, by renaming: it appears complete or not at all."""
+    with draft_path(path) as draft:
+        draft.write_bytes(content)
+        draft.chmod(0o600)
+        draft.replace(path)
+
 
 # ---- the place of a cache
 

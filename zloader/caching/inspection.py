@@ -16,8 +16,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from zloader.caching.atomic_files import opened
-from zloader.caching.directory import VERSION, MirrorEntry, VerifiedMarks, described_in
+from zloader.caching.directory import VERSION, MirrorEntry, VerifiedMarks, described_in, opened
 from zloader.caching.kept import is_whole
 from zloader.caching.rows_file import Held, RowsIndex, is_present, sizes_in, word_of
 from zloader.common.errors import CacheError
@@ -176,5 +175,5 @@ def _files(directory: Path) -> dict[str, list[Path]]:
 
 
 def _name(path: Path) -> str:
-    """The name of the matrix, array or object in a file; the inverse of atomic_files.cached_path."""
+    """The name of the matrix, array or object in a file; the inverse of directory.cached_path."""
     return unquote(path.stem)

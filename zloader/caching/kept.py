@@ -30,8 +30,7 @@ from zarr.storage import MemoryStore
 from zloader.access.listed_store import ListedStore, is_metadata, slice_of
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject
-from zloader.caching.atomic_files import cached_path, draft_path, qualified_name
-from zloader.caching.directory import MirrorDirectory, VerifiedMarks, mirrors
+from zloader.caching.directory import MirrorDirectory, VerifiedMarks, cached_path, draft_path, mirrors, qualified_name
 from zloader.caching.rows_file import map_file
 from zloader.common.errors import CacheError, ReadError, ZloaderError
 from zloader.common.records import Span

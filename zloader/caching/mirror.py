@@ -10,8 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from zloader.caching.atomic_files import cached_path
-from zloader.caching.directory import MirrorDirectory
+from zloader.caching.directory import MirrorDirectory, cached_path
 from zloader.caching.leases import Leases
 from zloader.caching.rows_file import Held, RowsFile
 from zloader.storage.layout import MatrixLayout

@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.atomic_files import cached_path, draft_path, opened, qualified_name
-from zloader.caching.directory import MirrorDirectory
+from zloader.caching.directory import MirrorDirectory, cached_path, draft_path, opened, qualified_name
 from zloader.caching.leases import LEASED, Leases
 from zloader.common import page_cache
 from zloader.common.file_systems import close_with

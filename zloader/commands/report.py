@@ -91,7 +91,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Writes the page. An existing file is replaced at once, so that it is never half a page."""
-        from zloader.caching.atomic_files import draft_path
+        from zloader.caching.directory import draft_path
 
         path, text = path.resolve(), self.html()  # a link stays a link
         if path.exists() and not path.is_file():  # such as a pipe

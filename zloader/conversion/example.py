@@ -7,7 +7,7 @@ import lzma
 import os
 from pathlib import Path
 
-from zloader.caching.atomic_files import draft_path
+from zloader.caching.directory import draft_path
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 

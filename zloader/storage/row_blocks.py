@@ -47,24 +47,27 @@ class RowForm:
     @classmethod
     def of(cls, matrix: MatrixLayout, panel: NDArray[Any] | None, *, compact: bool) -> RowForm:
         """The form of a matrix, or of a panel of CSR rows, given as the column of each gene."""
-        values, n_rows, name, genes = matrix.values.dtype, matrix.n_rows, matrix.path, matrix.genes
-        n_bytes = sum(array.n_elements * array.dtype.itemsize for array in matrix.arrays)
+        values, genes = matrix.values.dtype, None if matrix.genes is None else matrix.genes.dtype
+        form = cls(
+            name=matrix.path,
+            n_rows=matrix.n_rows,
+            block_rows=_BLOCK_ROWS,
+            genes=genes,
+            values=values,
+            width=0,
+            coded=compact and genes is not None and values.kind in "iuf" and values != np.float16,
+            decoded_bytes=sum(array.n_elements * array.dtype.itemsize for array in matrix.arrays),
+        )
         if genes is None:
-            row_bytes = max(1, matrix.n_genes * values.itemsize)
-            chunk_rows = max(1, matrix.values.band_elements // max(1, matrix.n_genes))
-            size = _dense_rows(chunk_rows, row_bytes)
-            return cls(
-                name=name, n_rows=n_rows, block_rows=size, genes=None, values=values, width=matrix.n_genes,
-                coded=False, decoded_bytes=n_bytes,
-            )  # fmt: skip
-        coded, size, dtype = compact and values.kind in "iuf" and values != np.float16, _BLOCK_ROWS, genes.dtype
-        if panel is not None:
-            digest = hashlib.sha256(f"{panel.dtype.str} {len(panel)}".encode() + panel.tobytes()).hexdigest()
-            name, size, dtype = f"{name}{PANEL}{digest[:16]}", _PANEL_ROWS, panel.dtype
-        return cls(
-            name=name, n_rows=n_rows, block_rows=size, genes=dtype, values=values, width=0, coded=coded,
-            decoded_bytes=n_bytes,
-        )  # fmt: skip
+            chunk_rows, row_bytes = (
+                matrix.values.band_elements // max(1, matrix.n_genes),
+                matrix.n_genes * values.itemsize,
+            )
+            return replace(form, block_rows=_dense_rows(max(1, chunk_rows), max(1, row_bytes)), width=matrix.n_genes)
+        if panel is None:
+            return form
+        digest = hashlib.sha256(f"{panel.dtype.str} {len(panel)}".encode() + panel.tobytes()).hexdigest()
+        return replace(form, name=f"{form.name}{PANEL}{digest[:16]}", block_rows=_PANEL_ROWS, genes=panel.dtype)
 
     @property
     def dtypes(self) -> tuple[np.dtype[Any] | None, np.dtype[Any]]:
