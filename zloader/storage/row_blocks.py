@@ -59,11 +59,9 @@ class RowForm:
             decoded_bytes=sum(array.n_elements * array.dtype.itemsize for array in matrix.arrays),
         )
         if genes is None:
-            chunk_rows, row_bytes = (
-                matrix.values.band_elements // max(1, matrix.n_genes),
-                matrix.n_genes * values.itemsize,
-            )
-            return replace(form, block_rows=_dense_rows(max(1, chunk_rows), max(1, row_bytes)), width=matrix.n_genes)
+            chunk_rows = max(1, matrix.values.band_elements // max(1, matrix.n_genes))
+            size = _dense_rows(chunk_rows, max(1, matrix.n_genes * values.itemsize))
+            return replace(form, block_rows=size, width=matrix.n_genes)
         if panel is None:
             return form
         digest = hashlib.sha256(f"{panel.dtype.str} {len(panel)}".encode() + panel.tobytes()).hexdigest()
