@@ -28,6 +28,7 @@ from zloader.common.errors import (
     StoreChangedError,
     StoreNotFoundError,
 )
+from zloader.dataset.store import OpenedStore
 from zloader.insight.cost import EpochCost, epoch_costs
 from zloader.insight.summary import summarize
 
@@ -216,6 +217,17 @@ def test_layers_and_raw_of_several_stores(tmp_path):
             np.testing.assert_array_equal(dense(minibatch.x), wanted[minibatch.index.numpy()])
     with pytest.raises(FormatError, match=r"no matrix 'layers/only 0' in .*1\.zarr; there are: X, raw/X, layers/doub"):
         zl.Loader(dataset, x="layers/only 0")
+
+
+def test_each_store_says_once_how_it_lays_out_a_matrix(pool, monkeypatch):
+    asked = []
+    matrix = OpenedStore.matrix
+    monkeypatch.setattr(OpenedStore, "matrix", lambda store, name: asked.append((store, name)) or matrix(store, name))
+    dataset = zl.open_dataset([pool["a"], pool["b"], pool["a"]])
+    for view in (dataset, dataset[10:], dataset[:, [3, 1]]):
+        for _ in range(2):
+            list(zl.Loader(view, obs=["donor"], batch_size=50))
+    assert sorted(store.location.url for store, _ in asked) == sorted(store.location.url for store in dataset.stores)
 
 
 def test_bytes_in_flight_are_bounded_over_all_stores(pool):

@@ -109,6 +109,14 @@ def is_array(node: Any) -> bool:
     return hasattr(node, "shape")
 
 
+def matrix_encoding(node: Any) -> str:
+    """How a matrix is stored: `dense`, `csr_matrix` or another encoding. Before 0.7, anndata named it otherwise."""
+    if is_array(node):
+        return "dense"
+    sparse = node.attrs.get("h5sparse_format")
+    return str(node.attrs.get("encoding-type")) if sparse is None else f"{sparse}_matrix"
+
+
 def _encoding(node: Any) -> tuple[Any, Any]:
     return node.attrs.get("encoding-type"), node.attrs.get("encoding-version")
 

@@ -41,7 +41,17 @@ from zloader.common.locks import cached_property
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource, Rows
-from zloader.dataset.elements import MUDATA, ROOTS, is_array, is_name, is_outdated, path_of, read_element, renewed
+from zloader.dataset.elements import (
+    MUDATA,
+    ROOTS,
+    is_array,
+    is_name,
+    is_outdated,
+    matrix_encoding,
+    path_of,
+    read_element,
+    renewed,
+)
 from zloader.dataset.transposed import TransposedMatrix
 from zloader.reading.recipe import MatrixPart
 from zloader.selecting.columns import as_names
@@ -406,11 +416,10 @@ class OpenedStore:
 
     def matrix_at(self, name: str) -> MatrixLayout:
         """As `matrix`, for the path of a matrix, such as `"mod/rna/X"`."""
-        node = self.node(name)
-        if is_array(node):
+        encoding = matrix_encoding(self.node(name))
+        if encoding == "dense":
             n_rows, n_genes = self.shape(name)
             return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self.array_layout(name), genes=None)
-        encoding = node.attrs.get("encoding-type") or f"{node.attrs.get('h5sparse_format')}_matrix"  # before 0.7
         if encoding == "csc_matrix":
             if name not in self._transposed:
                 arrays = [self.node(f"{name}/{part}") for part in _OF_SPARSE]

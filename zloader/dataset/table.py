@@ -22,7 +22,7 @@ from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, Rows, X
-from zloader.dataset.elements import is_array, load_anndata
+from zloader.dataset.elements import load_anndata, matrix_encoding
 from zloader.dataset.matrices import Matrices, as_scipy, used_categories
 from zloader.dataset.obs import NAME_BYTES, Observations, ObsFrame, require_frame
 from zloader.dataset.opening import OpenedStores
@@ -310,9 +310,7 @@ def _graph_windows(store: OpenedStore, path: str) -> Iterator[GraphWindow]:
             f"there is no {where}; in obsp there are: {', '.join(map(repr, known)) or 'none'}"
             f"{suggestion(path.removeprefix('obsp/'), known)}"
         )
-    node = store.node(path)
-    encoding = "dense" if is_array(node) else node.attrs.get("encoding-type")
-    if encoding != "csr_matrix":
+    if (encoding := matrix_encoding(store.node(path))) != "csr_matrix":
         raise OptionError(f"{where} is {encoding}, but a graph has to be a csr_matrix: write it again with .tocsr()")
     n_rows = store.n_obs
     if store.shape(path) != (n_rows, n_rows):

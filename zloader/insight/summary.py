@@ -9,7 +9,7 @@ from typing import Any
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.common.messages import size
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.elements import is_array, obs_of, path_of
+from zloader.dataset.elements import is_array, matrix_encoding, obs_of, path_of
 from zloader.dataset.obs import StoreColumns
 from zloader.dataset.store import OpenedStore
 from zloader.storage import hdf5_filters
@@ -157,7 +157,7 @@ def _matrix(dataset: Dataset, name: str) -> MatrixSummary:
             arrays=[],
             problem=str(error),
         )
-    encodings = ["dense" if is_array(node) else str(node.attrs.get("encoding-type")) for node in nodes]
+    encodings = list(map(matrix_encoding, nodes))
     rows = sum(n_rows for n_rows, _ in shapes)
     arrays: dict[str, list[tuple[OpenedStore, ArrayLayout]]] = {}
     problem = None
