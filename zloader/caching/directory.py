@@ -277,9 +277,11 @@ class MirrorDirectory:
             write_atomically(description, json.dumps({"url": url, "fingerprint": fingerprint, "made": made}).encode())
         elif described["fingerprint"] != fingerprint:
             raise OSError(f"{self.path} was renamed: it is the mirror of {described['url']}. Delete it")
+        elif not (stale := self.path / "stale").exists():
+            return  # the mirrors of other objects at this address became stale when this one was made
         else:
             with contextlib.suppress(OSError):
-                (self.path / "stale").unlink(missing_ok=True)  # the store has the mirrored objects again
+                stale.unlink(missing_ok=True)  # the store has the mirrored objects again
         for other in mirrors(self.place):
             if other.url == url and other.directory != self.path and not other.stale:
                 log.warning(
