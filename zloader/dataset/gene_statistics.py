@@ -120,11 +120,8 @@ class StatisticsPass:
                 f"count as zeros: take its own with dataset.where(dataset.present({modality!r}))"
             )
         self.table, self.x, self.transforms, self.progress = table, x, transforms, progress
-        self.matrices, self.n_obs, self.dataset_rows = (
-            table.matrices.of_all_genes,
-            table.n_obs,
-            table.observations.n_rows,
-        )
+        self.matrices, self.n_obs = table.matrices.of_all_genes, table.n_obs
+        self.dataset_rows = table.observations.n_rows
         self.options = options or FetchOptions()
         self.batches = Batches(n_obs=np.array([table.n_obs]))
         if batch_key is not None:

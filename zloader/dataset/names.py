@@ -116,10 +116,10 @@ class ObsNames:
         return max(1, _SEGMENT_ROWS // max(1, chunk_rows)) * max(1, chunk_rows)
 
     @cached_property
-    def _labels(self) -> Text:
+    def _labels(self) -> NDArray[np.object_]:
         """The labels of a categorical index, and last the name of a row without a label."""
         labels = self._store.element(f"{self._store.index_path('obs')}/categories")
-        return Text.of([*_as_strings(np.asarray(labels)), _MISSING])
+        return np.array([*_as_strings(np.asarray(labels)), _MISSING], object)
 
     def _segment(self, number: int, *, keep: bool = True) -> Text:
         if number in self._segments:
@@ -154,11 +154,9 @@ class ObsNames:
         path, encoding = self._array
         stored = self._store.window(path, first, first + n_rows)
         if encoding == "categorical":
-            labels = self._labels
-            n_labels = len(labels) - 1
-            if stored.dtype.kind not in "iu" or not ((stored >= -1) & (stored < n_labels)).all():
+            if stored.dtype.kind not in "iu" or not ((stored >= -1) & (stored < len(self._labels) - 1)).all():
                 raise self._store.damaged(path, "it holds codes without a label")
-            return labels.taken(np.where(stored == -1, n_labels, stored))
+            return Text.of(self._labels[stored])  # -1 is the last
         names = _as_strings(stored)
         if encoding.startswith("nullable"):
             mask = self._store.window(f"{path.removesuffix('values')}mask", first, first + n_rows)
