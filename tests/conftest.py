@@ -82,7 +82,7 @@ def _in_turn(compile_loop: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
 
 
 _LONG_FILES = {
-    *("test_pretrain.py", "test_stream.py", "test_docs.py", "test_notebooks.py", "test_scvi.py", "test_scvi_mudata.py"),
+    *("test_pretrain.py", "test_stream.py", "test_docs.py", "test_notebooks.py", "test_scvi.py"),
     "test_wheel.py",
 }
 

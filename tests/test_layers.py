@@ -53,12 +53,8 @@ MAY_IMPORT = {
         "zloader.commands.demo_run",
         "zloader.integrations.lightning",
         "zloader.integrations.scvi",
-        "zloader.integrations.scvi_registry",
-        "zloader.integrations.scvi_encoding",
-        "zloader.integrations.scvi_mudata",
-        "zloader.integrations.scvi_rows",
     },
-    "lightning": {"zloader.integrations.lightning", "zloader.integrations.scvi_rows"},
+    "lightning": {"zloader.integrations.lightning"},
     "ray": {
         "zloader.ray",
         "zloader.ray.sent",

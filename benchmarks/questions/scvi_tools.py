@@ -1,4 +1,4 @@
-"""Minibatches for scVI: zloader's data module, annbatch's, and scvi-tools' own loader of an AnnData in memory.
+"""Minibatches for scVI: zloader's loader, annbatch's data module, and scvi-tools' own loader of an AnnData in memory.
 
     python -m benchmarks.questions.scvi_tools [--rows 50000] [--genes 2000] [--turns 3] [--work DIRECTORY]
 
@@ -81,19 +81,21 @@ def prepared(adata: ad.AnnData, work: Path) -> tuple[dict[str, Side], Any]:
     from scvi.dataloaders import AnnDataLoader
     from scvi.model import SCVI
 
-    from zloader.integrations.scvi import DataModule
+    from zloader.integrations.scvi import _loader, as_anndata
 
     adata.write_h5ad(work / "cells.h5ad")
     zl.convert(adata, work / "cells.zarr", progress=False)
     dataset = zl.open_dataset(work / "cells.zarr", cache=work / "mirror")
-    keys = {"batch_key": "batch", "label_key": "type"}
-    ours = DataModule(dataset, **keys, train_size=1.0, batch_size=BATCH_SIZE)
+    stored = as_anndata(dataset)
+    SCVI.setup_anndata(stored, batch_key="batch", labels_key="type")
+    manager, device = SCVI(stored).adata_manager, torch.device("cpu")
+    ours = _loader(manager, np.arange(len(dataset)), batch_size=BATCH_SIZE, device=device)
     theirs = annbatch_module(work)
     SCVI.setup_anndata(adata, batch_key="batch", labels_key="type")
     model = SCVI(adata)
     loader = AnnDataLoader(model.adata_manager, batch_size=BATCH_SIZE, shuffle=True)
     sides: dict[str, Side] = {
-        "zloader": lambda: hooked(ours, ours.train_dataloader()),
+        "zloader": lambda: iter(ours),
         "annbatch": lambda: hooked(theirs, theirs.train_dataloader()),
         "AnnData in memory": lambda: iter(loader),
     }

@@ -65,9 +65,8 @@ _OF_ANNDATA = {
     "to_memory": "dataset.to_adata() gives an AnnData in memory, dataset.take(rows) one of some rows",
     "copy": "it never changes, so there is nothing to copy; dataset.to_adata() gives an AnnData in memory",
     "uns": (
-        "for scvi-tools, make dm = zloader.integrations.scvi.DataModule(dataset, batch_key=...), then "
-        "SCVI(registry=dm.registry) in place of setup_anndata, or "
-        "load_query_data(reference_model=..., registry=dm.registry); for TOTALVI and MULTIVI, MuDataModule"
+        "for scvi-tools, make adata = zloader.integrations.scvi.as_anndata(dataset), then model = attach(SCVI(adata)) "
+        "after SCVI.setup_anndata(adata); for TOTALVI and MULTIVI, setup_mudata"
     ),
 }
 

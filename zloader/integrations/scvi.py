@@ -1,287 +1,467 @@
-"""Trains the models of scvi-tools from a dataset: a Lightning data module with the registry that they need.
+"""The models of scvi-tools train and predict from a dataset, set up as for an AnnData in memory.
 
-The Loader gathers packed rows and copies them to the device; X becomes dense there, after the copy. obs columns travel
-as codes and are looked up on the device, so no label is encoded per minibatch. On a CPU, X is gathered as dense rows.
+`as_anndata` makes an AnnData with the obs of all rows, whose matrices stay in the store. scvi-tools sets it up, encodes
+its columns, splits its rows, and loads and saves models of it, all by its own code. `attach` replaces two attributes of
+a model, through which it reads minibatches: a Loader gathers the matrices, and scvi-tools' own torch dataset adds the
+other fields of these rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
-from typing import Any, NoReturn
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import pandas as pd
+import scipy.sparse
 import torch
+from numpy.typing import NDArray
 
 try:
-    import scvi
-    from scvi.train import SemiSupervisedTrainingPlan, TrainingPlan
+    from scvi.dataloaders import AnnDataLoader
+    from scvi.model import TOTALVI
 except ImportError as error:
     raise ImportError(f'zloader.integrations.scvi needs scvi-tools ({error}): pip install "zloader[scvi]"') from error
 
-from zloader.common.checks import names_of, require_count, require_one_of
+from zloader.common.checks import names_of, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
+from zloader.common.machine import require_memory
 from zloader.common.messages import warn_user
+from zloader.common.records import CsrArrays, Rows
 from zloader.dataset.dataset import Dataset, require_dataset
+from zloader.dataset.elements import load_anndata, modality_of
+from zloader.dataset.matrices import as_scipy, used_categories
 from zloader.dataset.views import Condition
-from zloader.integrations.scvi_encoding import (
-    UNLABELED,
-    MinibatchEncoder,
-    encoding_of,
-    labels_of,
-    require_finite,
-)
-from zloader.integrations.scvi_mudata import MuDataModule
-from zloader.integrations.scvi_registry import (
-    ALONE,
-    Described,
-    Fields,
-    InferenceBatches,
-    TrainingBatches,
-    paired,
-    require_own,
-    warn_unless_counts,
-)
-from zloader.integrations.scvi_rows import TrainingRows, with_genes
+from zloader.integrations.lightning import EvaluationEpochs, TrainingEpochs, rank_of
+from zloader.selecting.rows import positions_of
+from zloader.training.arrays import PackedRows
+from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
-__all__ = ["DataModule", "MuDataModule"]
+__all__ = ["as_anndata", "attach"]
+
+Tensors = dict[str, Any]
+
+_LOADER_OPTIONS = ("fetch_factor", "sampling", "transforms", "options")
+# What scvi-tools and its users give to data loaders, beside the rows. A Loader needs only the last three.
+_WITHOUT_EFFECT = ("num_workers", "persistent_workers", "pin_memory", "distributed_sampler", "drop_dataset_tail")
+_DATA_LOADER_OPTIONS = (*_WITHOUT_EFFECT, "load_sparse_tensor", "prefetch_factor", "batch_size", "n_samples_per_label")
+_ALONE = {"rank": 0, "world_size": 1}  # options of a Loader for all rows in one process
+_FEW = 20  # rows that are looked at to see whether they are counts
+_BLOCK = 2**28  # bytes of rows that are summed at once
+_MANY_READS = 200  # after which a model seems not to be attached
 
 
-def _refuse_anndata(*_: Any, **__: Any) -> NoReturn:
-    raise OptionError(
-        "a model that a DataModule trained reads no AnnData: give the method dataloader=dm.inference_dataloader(rows). "
-        "For a method that takes none, as differential_expression before scvi-tools 1.5, load the saved model with "
-        "cells in memory: cells = rows.take(slice(None)), cells.obs[batch_key] = pd.Categorical(cells.obs[batch_key], "
-        "categories=dm.batch_labels), SCVI.setup_anndata(cells, batch_key=batch_key), SCVI.load(directory, adata=cells)"
-    )
+class _Dense(np.ndarray[Any, Any]):
+    """Rows of a dense matrix, with the methods of sparse ones that scvi-tools calls. Results are plain arrays."""
+
+    def toarray(self) -> NDArray[Any]:
+        return np.asarray(self)
+
+    def multiply(self, other: Any) -> Any:
+        return np.asarray(self) * other
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return array[()] if return_scalar else np.array(array, copy=None)
+
+
+class StoredRows(scipy.sparse.csr_matrix):  # type: ignore[misc]
+    """A matrix of a dataset in the place of one in memory. `matrix[rows]` reads these rows; the rest is not there."""
+
+    nnz = 1  # scvi-tools takes a matrix without any value for that of a minified AnnData
+
+    def __init__(self, dataset: Dataset, name: str) -> None:
+        self.dataset, self.name = dataset, name
+        self._shape = (dataset.n_obs, dataset.matrices.n_genes(name))
+        self._reads = 0
+
+    @functools.cached_property
+    def data(self) -> NDArray[Any]:
+        """The values of the first rows, in which scvi-tools looks for values that are no counts."""
+        first = self[:_FEW]
+        return np.asarray(first.data if scipy.sparse.issparse(first) else first).ravel()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self.__dict__.get('name')} stays in the store, and has no {name}: take some of its rows, x[rows]"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
+        found = positions_of(rows if isinstance(rows, slice) else np.ravel(rows), self.shape[0], pd.Index)
+        n_bytes = int(len(found) * self.dataset.matrices.row_bytes(self.name))
+        require_memory(n_bytes, f"{len(found)} rows of {self.name} in memory", "give the model fewer rows at once")
+        self._reads += 1
+        if self._reads == _MANY_READS:
+            warn_user(
+                f"{self.name} of {self.dataset.url} is read in many small pieces, which is slow: give the model to "
+                "zloader.integrations.scvi.attach before it trains or predicts, and indices in ascending order"
+            )
+        x = self.dataset.read_rows(found, x=self.name)
+        x = as_scipy(x) if isinstance(x, CsrArrays) else x.view(_Dense)
+        return x[:, columns if isinstance(columns, slice) else np.ravel(columns)]
+
+    def sum(self, axis: int | None = None, **options: Any) -> Any:
+        """The sum of each row, with axis=1. scvi-tools normalises the counts of differential_expression by them."""
+        if axis != 1:
+            return super().sum(axis, **options)
+        size = max(1, int(_BLOCK / max(1, self.dataset.matrices.row_bytes(self.name))))
+        reads, sums = self._reads, [np.zeros(0)]
+        for first in range(0, self.shape[0], size):
+            sums.append(np.asarray(self[first : first + size].sum(axis=1)).ravel())
+            self._reads = reads
+        return np.concatenate(sums[1:] or sums)[:, None]
+
+    def toarray(self, *_: Any, **__: Any) -> NDArray[Any]:
+        """All rows, if they fit in memory."""
+        return np.asarray(self[:].toarray())
+
+    def copy(self) -> StoredRows:
+        """The matrix itself, because nothing changes it."""
+        return self
 
 
 @answers
-@dataclass(eq=False, repr=False)
-class DataModule(Described, TrainingRows):
-    """A dataset for scvi-tools: `registry` builds the model, and `train(datamodule=...)` takes the module itself.
+def as_anndata(dataset: Dataset, obs: Sequence[str] | None = None, *, obsm: Sequence[str] = (), x: str = "X") -> Any:
+    """An AnnData of all rows for scvi-tools, whose X and layers stay in the store. A MuData, if there are modalities.
 
     >>> import zloader as zl
     >>> from scvi.model import SCVI
-    >>> from zloader.integrations.scvi import DataModule
-    >>> dm = DataModule(zl.open_dataset("cells.zarr"), label_key="cell_type", train_size=0.9, split_by="donor")
-    >>> model = SCVI(registry=dm.registry)
-    >>> model.train(datamodule=dm, max_epochs=2)
-    >>> latent = model.get_latent_representation(dataloader=dm.inference_dataloader())
+    >>> from zloader.integrations.scvi import as_anndata, attach
+    >>> adata = as_anndata(zl.open_dataset("cells.zarr"), obs=["donor", "cell_type"])
+    >>> SCVI.setup_anndata(adata, batch_key="donor", labels_key="cell_type")
+    >>> model = attach(SCVI(adata))
+    >>> model.train(max_epochs=2)
+    >>> latent = model.get_latent_representation()
     >>> model.save("model")
-    >>> model = SCVI.load("model", adata=False)
+    >>> model = attach(SCVI.load("model", adata))
 
-    SCANVI needs the module twice, and a number of epochs: `SCANVI(registry=dm.registry, datamodule=dm)` or
-    `SCANVI.from_scvi_model(model, "Unknown", datamodule=dm)`, then `model.train(datamodule=dm, max_epochs=20)`. Load it
-    with `SCANVI.load("model", adata=False, datamodule=dm)`. While SCANVI trains, minibatches are pairs: any rows, and
-    labelled rows for the classifier.
+    - `dataset`: a Dataset or a View. A panel, `dataset[:, genes]`, has the genes of the model.
+    - `obs`: names of the obs columns that the model needs. They are in memory for all rows. Default: all columns.
+    - `obsm`: names of obsm arrays to have in memory, too.
+    - `x`: the matrix that becomes X, such as `"raw/X"`. Layers stay layers: `setup_anndata(adata, layer="counts")`.
 
-    Args:
-        dataset: a Dataset of counts, or a View of one. Rows for training and validation are chosen among its rows. A
-            panel, `dataset[:, genes]`, has the genes of the model.
-        batch_key: the obs column of batches. Every row needs a value. Default: one batch.
-        label_key: the obs column of labels. SCANVI needs it.
-        unlabeled_category: the label of rows without one. Rows with a missing value are unlabelled too.
-        categorical_covariate_keys, continuous_covariate_keys: obs columns that the model gets as covariates.
-        categories: the rows whose batches, labels, covariates and genes the model knows: the dataset of the training
-            for a query, or `dataset.whole` for those of all rows of which `dataset` is a view, with the genes of
-            `dataset`. Default: `dataset`.
-        model_name: `"SCANVI"` raises an error at once if scANVI could not be trained. Default: `"SCVI"`.
-        x: the matrix of counts, `"X"`, `"layers/NAME"` or `"raw/X"`.
-        train_size: the share or the number of rows to train on.
-        validation_size: the share or the number of rows for validation. Default: all that are left.
-        split_by: an obs column, such as the donor, whose labels go to training or validation as a whole.
-        stratify: an obs column of which both get the same shares.
-        validation: the rows for validation, instead of a split: a view of the dataset, or a condition as in
-            `dataset.where`, such as `"donor == 'd1'"`. The other rows are for training.
-        batch_size: rows per minibatch.
-        seed: decides the split and every order.
-        loader_options: further options of zl.Loader, such as `{"fetch_factor": 64}`.
+    Categories that no row has are left out. `adata.X[rows]` reads rows of the store. Rows that a modality lacks are
+    zeros there. Raises OptionError or MissingColumnError.
+    """
+    require_dataset(dataset)
+    frame = used_categories(dataset.obs(None if obs is None else names_of(obs=obs)))
+    arrays = {name: dataset.obsm_array(name) for name in names_of(obsm=obsm)}
+    if not dataset.modalities:
+        return _part(dataset, frame, "", x, arrays)
+    import mudata
 
-    `training_rows` and `validation_rows` are views of the dataset. A minibatch of a single row, with which batch
-    normalisation cannot train, does not occur: if there would be one, other rows are left out in each epoch.
+    if arrays or x != "X":
+        raise OptionError(
+            f"the modalities of {dataset.url} have matrices and arrays of their own: leave x and obsm out"
+        )
+    frame.index = pd.Index(load_anndata().utils.make_index_unique(frame.index))
+    store = dataset.stores[0]
+    owner = {name: store.modality_at(store.obs_paths[name]) for name in frame}
+    parts: dict[str, Any] = {}
+    for each in dataset.modalities:
+        of_part = {name.removeprefix(f"{each}:"): frame[name] for name in frame if owner[name] == each}
+        parts[each] = _part(dataset, pd.DataFrame(of_part, index=frame.index), f"{each}:", "X", {})
+    made = mudata.MuData(parts)
+    for name in frame:
+        if owner[name] is None:
+            made.obs[name] = frame[name]
+    return made
 
-    Raises OptionError, MissingColumnError or FormatError when it is constructed, and OptionError when a training begins
-    with a model of other genes, batches or labels. Warns, as scvi-tools does, if x holds no counts. The registry is
-    read-only: make another module for other columns.
+
+def _part(dataset: Dataset, obs: pd.DataFrame, prefix: str, x: str, obsm: dict[str, Any]) -> Any:
+    """An AnnData of the matrix `x` and, if it is X, of the layers, of a modality or of the whole."""
+    layers = [name for name in dataset.matrix_names if name.startswith(f"{prefix}layers/") and x == "X"]
+    has_x = x != "X" or f"{prefix}X" in dataset.matrix_names
+    var = dataset.matrices.var_of(f"{prefix}{x}" if has_x else layers[0])
+    adata = load_anndata().AnnData(
+        StoredRows(dataset, f"{prefix}{x}") if has_x else None, obs, var[[]], obsm=obsm, shape=None
+    )
+    for name in layers:
+        adata.layers[name.removeprefix(f"{prefix}layers/")] = StoredRows(dataset, name)
+    return adata
+
+
+@answers
+def attach(model: Any, *, validation: Dataset | Condition | None = None, seed: int = 0, **loader_options: Any) -> Any:
+    """The model of scvi-tools itself, which reads the matrices of `as_anndata` with Loaders from now on.
+
+    Call it after a model was made, loaded, or made of another, and before it trains or predicts. Everything else is as
+    with an AnnData in memory: `train` splits the rows as scvi-tools does, and methods return values of all rows, or of
+    `indices`, in their order. SCANVI trains with pairs of minibatches, of any rows and of labelled rows. A model
+    that was not attached computes the same, but reads row by row.
+
+    - `validation`: the rows for validation, instead of the split of `train`: a view of the dataset, such as
+      `dataset.split([0.9, 0.1], by="donor")[1]`, or a condition, such as `"donor == 'd1'"`. Others are for training.
+    - `seed`: decides the order of the rows. Each further training has orders of its own.
+    - `loader_options`: further options of zl.Loader: fetch_factor, sampling, transforms, options.
+
+    Under several processes, each reads its own rows. A minibatch of a single row, with which batch normalisation cannot
+    train, does not occur: if there would be one, other rows are left out in each epoch. Raises OptionError.
+    """
+    for name in loader_options:
+        require_one_of(_LOADER_OPTIONS, **{"an option of attach": name})
+    manager = getattr(model, "adata_manager", None)
+    if manager is None or not _stored(manager):
+        raise OptionError(
+            "attach takes a model of scvi-tools whose AnnData as_anndata made, with a matrix in the store"
+        )
+    dataset = _dataset_of(manager)
+    held_out = None if validation is None else dataset.rows_of(validation).mask()
+    _require_usable(manager, dataset, every_modality=isinstance(model, TOTALVI))
+    options = {"seed": seed, **loader_options}
+    _loader(manager, np.arange(dataset.n_obs), batch_size=2, device=torch.device("cpu"), **_ALONE, **options)  # raises
+    model._data_loader_cls = functools.partial(_in_order, model, {**options, "sampling": None})
+    model._data_splitter_cls = _splitter(type(model)._data_splitter_cls, held_out, options)
+    return model
+
+
+def _stored(manager: Any) -> dict[str, StoredRows]:
+    """The fields of a model that are in a store, by their keys in its registry."""
+    fields = {key: manager.get_from_registry(key) for key in manager.data_registry}
+    return {key: value for key, value in fields.items() if isinstance(value, StoredRows)}
+
+
+def _dataset_of(manager: Any) -> Dataset:
+    return next(iter(_stored(manager).values())).dataset
+
+
+def _require_usable(manager: Any, dataset: Dataset, *, every_modality: bool) -> None:
+    key = "extra_continuous_covs"
+    for name, values in (manager.get_from_registry(key) if key in manager.data_registry else pd.DataFrame()).items():
+        wrong = np.flatnonzero(~np.isfinite(values.to_numpy(float)))
+        if len(wrong):
+            raise OptionError(
+                f"obs column {name!r} is {values.iloc[wrong[0]]} in {len(wrong)} rows, such as row {wrong[0]}: "
+                "one such value makes every weight of the model NaN. Fill it in, or take the other rows with "
+                "dataset.where(...)"
+            )
+    modalities = list(dict.fromkeys(filter(None, (modality_of(each.name) for each in _stored(manager).values()))))
+    for modality in modalities if every_modality else ():
+        lacking = np.flatnonzero(~dataset.present(modality))
+        if len(lacking):
+            raise OptionError(
+                f"TOTALVI learns from rows that have every modality, but {len(lacking)} of {dataset.n_obs} rows have "
+                f"no {modality}, such as row {lacking[0]}: take the others with "
+                f"dataset.where({' & '.join(f'dataset.present({each!r})' for each in modalities)})"
+            )
+
+
+# ---- minibatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoder:
+    """Makes scvi-tools' tensors of a minibatch, in the threads that gather it. Packed rows become dense later."""
+
+    fields: Any  # scvi-tools' torch dataset of what is in memory
+    rows: Rows
+    matrices: dict[str, str]  # the name of each matrix by its key in the registry
+    pinned: bool
+
+    def __call__(self, minibatch: Minibatch) -> Tensors:
+        found = self.fields[self.rows[minibatch.row.numpy()]]
+        tensors: Tensors = {key: torch.from_numpy(values) for key, values in found.items()}
+        tensors |= {key: minibatch.x[name] for key, name in self.matrices.items()}
+        return {key: value.pin_memory() for key, value in tensors.items()} if self.pinned else tensors
+
+
+def _loader(manager: Any, rows: Rows, *, batch_size: int, device: torch.device, **options: Any) -> Loader:
+    """A Loader of some rows, in ascending order, whose minibatches are tensors by their keys in the registry."""
+    dataset, matrices = _dataset_of(manager), {key: each.name for key, each in _stored(manager).items()}
+    in_memory = [key for key in manager.data_registry if key not in matrices]
+    return Loader(
+        dataset if len(rows) == dataset.n_obs else dataset.where(rows),
+        x=list(dict.fromkeys(matrices.values())),
+        batch_size=batch_size,
+        layout="dense" if device.type == "cpu" else "packed",
+        batch_transform=_Encoder(
+            fields=manager.create_torch_dataset(data_and_attributes=in_memory),
+            rows=rows,
+            matrices=matrices,
+            pinned=device.type == "cuda",
+        ),
+        **options,
+    )
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """A minibatch, or a pair of them, on a device, with dense rows."""
+    if not isinstance(batch, dict):
+        return batch if batch is None else [_moved(each, device) for each in batch]
+    beside = device.type != "mps"  # where such copies race
+    found = {key: value.to(device, non_blocking=beside) for key, value in batch.items()}
+    return {key: value.dense() if isinstance(value, PackedRows) else value for key, value in found.items()}
+
+
+class _Predictions(EvaluationEpochs):
+    """Rows in order, on the device of the model: methods of scvi-tools apply no hook of a data module."""
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        super().__init__(loader)
+        self._device = device
+
+    def __iter__(self) -> Iterator[Tensors]:
+        torch.empty((), dtype=torch.int64).random_()  # as torch's DataLoader, so that draws are those of an AnnData
+        return (_moved(each, self._device) for each in super().__iter__())
+
+
+def _in_order(model: Any, options: Any, manager: Any, *, indices: Any, batch_size: int, **more: Any) -> Any:
+    """What the methods of a model read: a Loader, or scvi-tools' own data loader for other AnnDatas and orders."""
+    rows = np.asarray(indices)
+    rows = np.flatnonzero(rows) if rows.dtype == bool else rows
+    wanted = {name for name, value in more.items() if value and name not in _WITHOUT_EFFECT}
+    if not _stored(manager) or not len(rows) or wanted or (np.diff(rows) <= 0).any():
+        return AnnDataLoader(manager, indices=rows, batch_size=batch_size, **more)
+    options = options | {"shuffle": False, **_ALONE}
+    return _Predictions(_loader(manager, rows, batch_size=batch_size, device=model.device, **options), model.device)
+
+
+class _Paired:
+    """Adds a minibatch of labelled rows to each, for the classifier of SCANVI. These rows go on in epochs of their own.
+
+    The labelled epochs begin anew with each epoch, so that their position follows from that of the epoch.
     """
 
-    dataset: Dataset
-    _: KW_ONLY
-    batch_key: str | None = None
-    label_key: str | None = None
-    unlabeled_category: str = UNLABELED
-    categorical_covariate_keys: Sequence[str] | None = None
-    continuous_covariate_keys: Sequence[str] | None = None
-    categories: Dataset | None = None
-    model_name: str = "SCVI"
-    x: str = "X"
-    train_size: float = 0.9
-    validation_size: float | None = None
-    split_by: str | None = None
-    stratify: str | None = None
-    validation: Dataset | Condition | None = None
-    batch_size: int = 128
-    seed: int = 0
-    loader_options: Mapping[str, Any] = field(default_factory=dict)
+    def __init__(self, *of_epochs: Any, labelled: Any) -> None:
+        super().__init__(*of_epochs)
+        self._labelled = labelled  # makes the Loader of an epoch of labelled rows; None if there are none
 
-    def __post_init__(self) -> None:
-        self._begin()
-        self._known = self.dataset if self.categories is None else self.categories
-        require_dataset(self._known)
-        require_count(batch_size=self.batch_size)
-        require_one_of(("SCVI", "SCANVI"), model_name=self.model_name)
-        if not isinstance(self.x, str):
-            raise OptionError(f"x must be the name of one matrix, such as 'X' or 'layers/counts', not {self.x!r:.100}")
-        for option in ("batch_key", "label_key"):
-            if not isinstance(column := getattr(self, option), str | None):
+    def resample_labels(self) -> None:
+        """Nothing: each epoch of labelled rows draws its own."""
+
+    def __iter__(self) -> Iterator[list[Tensors | None]]:
+        others: Iterator[Tensors | None] | None = None
+        for minibatch in super().__iter__():  # type: ignore[misc]
+            others = others or self._others()
+            yield [minibatch, next(others)]
+
+    def _others(self) -> Iterator[Tensors | None]:
+        if self._labelled is None:
+            yield from itertools.repeat(None)
+        loader: Any = self._loader  # type: ignore[attr-defined]
+        of_epoch = len(self._labelled(0))
+        number, done = divmod(getattr(self, "_steps_before", 0), of_epoch)
+        first = loader.statistics().epoch * -(-len(loader) // of_epoch)
+        for epoch in itertools.count(first + number):
+            labelled = self._labelled(epoch)
+            labelled.set_epoch(epoch)
+            yield from itertools.islice(labelled, done, None)
+            done = 0
+
+
+class _TrainingPairs(_Paired, TrainingEpochs):
+    pass
+
+
+class _EvaluationPairs(_Paired, EvaluationEpochs):
+    pass
+
+
+def _splitter(base: Any, held_out: NDArray[np.bool_] | None, options: dict[str, Any]) -> Any:
+    """A class that splits rows as the one of scvi-tools, `base`, and reads them with Loaders."""
+    trainings = itertools.count()
+
+    class Splitter(base):  # type: ignore[misc]
+        train_idx: Rows
+        val_idx: Rows
+        test_idx: Rows
+
+        def __init__(self, manager: Any = None, *, adata_manager: Any = None, **split: Any) -> None:
+            if held_out is not None:
+                given = [name for name in ("validation_size", "external_indexing") if split.get(name) is not None]
+                given += ["train_size"] if split.get("train_size") not in (None, 0.9) else []  # the default of SCANVI
+                if given:
+                    raise OptionError(f"attach(validation=...) gives the rows for validation: leave {given[0]} out")
+                split["external_indexing"] = [np.flatnonzero(~held_out), np.flatnonzero(held_out)]
+            super().__init__(manager or adata_manager, **split)
+            for name in self.data_loader_kwargs:
+                require_one_of(_DATA_LOADER_OPTIONS, **{"an option in datasplitter_kwargs": name})
+            self._training = next(trainings)
+
+        def setup(self, stage: str | None = None) -> None:
+            super().setup(stage)
+            if self.trainer is not None:  # each rank has drawn a split of its own, unless scvi.settings.seed is set
+                split = self.train_idx, self.val_idx, self.test_idx
+                self.train_idx, self.val_idx, self.test_idx = self.trainer.strategy.broadcast(split)
+
+        def train_dataloader(self) -> Any:
+            rows = np.sort(self.train_idx)
+            loader = self._shuffled(rows)
+            if not self._pairs:
+                return TrainingEpochs(loader, self.trainer)
+            if not len(labelled := self._labelled(rows)):
                 raise OptionError(
-                    f"{option} must be the name of one obs column, not {column!r:.100}: further columns of labels are "
-                    "categorical_covariate_keys=[...]"
+                    f"none of the {len(rows)} rows for training has a label, but SCANVI learns from labelled rows: "
+                    "split in another way, or train SCVI, which needs none"
                 )
-        self._scvi_version = scvi.__version__
-        self._fields = self._read_fields()
-        self._encoder = self._encoder_of(self.dataset)
-        self.training_rows, self.validation_rows = self._split()
-        if self._semisupervised:
-            self._labelled_rows()  # raises if there are none
-        self._shuffled(self.training_rows, None, **ALONE)  # raises for options that cannot be used
-        warn_unless_counts(self.dataset, self.x)
+            return _TrainingPairs(loader, self.trainer, labelled=functools.partial(self._epoch_of, labelled))
 
-    def __repr__(self) -> str:
-        return (
-            f"DataModule({self.n_train} rows for training, {self.n_val} for validation, {self.n_vars} genes, "
-            f"{self.n_batch} batches, {self.n_labels} labels)"
-        )
+        def val_dataloader(self) -> Any:
+            return self._evaluated(self.val_idx)
 
-    __str__ = __repr__  # Lightning's takes minibatches for DataLoaders
+        def test_dataloader(self) -> Any:
+            return self._evaluated(self.test_idx)
 
-    @property
-    def uns(self) -> NoReturn:
-        """Not there: scvi-tools asks for it of an AnnData, when a model is given a DataModule in the place of one."""
-        raise OptionError("a DataModule is not an AnnData: write SCVI(registry=dm.registry), not SCVI(dm)")
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return _moved(batch, device)
 
-    # ---- the model
+        def state_dict(self) -> dict[str, Any]:
+            return {"training": self._training}
 
-    def _read_fields(self) -> Fields:
-        known = self._known
-        matrices = self.dataset.matrices if known is self.dataset.whole else known.matrices  # with the genes
-        matrices.layouts(self.x)
-        categorical = names_of(categorical_covariate_keys=self.categorical_covariate_keys or [])
-        continuous = names_of(continuous_covariate_keys=self.continuous_covariate_keys or [])
-        if len(categorical) > 1:
-            warn_user(
-                "a saved model with several categorical covariates ignores all but one of them once it is loaded: "
-                "`load` of scvi-tools 1.4.2, and of SCANVI in 1.5, has no place for them. Join them in one column "
-                f"instead of {', '.join(categorical)}, or load no such model",
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self._training = state["training"]
+
+        @property
+        def _pairs(self) -> bool:
+            return "n_samples_per_label" in self.data_loader_kwargs  # where rows are labelled, for SCANVI
+
+        def _labelled(self, rows: Rows) -> Rows:
+            return np.intersect1d(rows, self._labeled_indices)
+
+        def _epoch_of(self, labelled: Rows, epoch: int) -> Loader:
+            most = self.data_loader_kwargs["n_samples_per_label"]
+            if most is not None:
+                codes = self.adata_manager.get_from_registry("labels")[labelled].ravel()
+                random = np.random.default_rng([options["seed"], self._training, epoch])
+                drawn = [random.permutation(labelled[codes == code])[:most] for code in np.unique(codes)]
+                labelled = np.sort(np.concatenate(drawn))
+            return self._shuffled(labelled)
+
+        def _evaluated(self, rows: Rows) -> Any:
+            rows = np.sort(rows)
+            if not len(rows):
+                return []
+            loader = self._made(rows, shuffle=False, sampling=None)
+            if not self._pairs:
+                return EvaluationEpochs(loader)
+            labelled = self._labelled(rows)
+            again = functools.partial(self._made, labelled, shuffle=False, sampling=None)
+            return _EvaluationPairs(loader, labelled=(lambda _: again()) if len(labelled) else None)
+
+        def _shuffled(self, rows: Rows) -> Loader:
+            """The rows in a new order each epoch, in minibatches of more than one row."""
+            loader = self._made(rows, drop_last=bool(self.drop_last))
+            ranks = loader.plan(0).world_size
+            if loader.drop_last or not 0 < len(rows) % (loader.batch_size * ranks) < 2 * ranks:
+                return loader
+            if len(rows) < loader.batch_size * ranks:
+                raise OptionError(
+                    f"batch normalisation trains on 2 rows or more, and there are {len(rows)} for {ranks} ranks: "
+                    "choose more rows for training"
+                )
+            return self._made(rows, drop_last=True)
+
+        def _made(self, rows: Rows, **more: Any) -> Loader:
+            made = options | {"seed": options["seed"] + self._training} | rank_of(self.trainer) | more
+            device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+            return _loader(
+                self.adata_manager, rows, batch_size=self.data_loader_kwargs["batch_size"], device=device, **made
             )
-        require_finite(self.dataset, continuous)
-        return Fields(
-            n_obs=self.dataset.n_obs,
-            var_names=matrices.var_of(self.x).index,
-            x=self.x,
-            batch=encoding_of(known, self.batch_key),
-            labels=labels_of(self.dataset, self.label_key, self.unlabeled_category, known),
-            unlabeled_category=self.unlabeled_category,
-            categorical={name: encoding_of(known, name) for name in categorical},
-            continuous=continuous,
-        )
 
-    def _encoder_of(self, dataset: Dataset) -> MinibatchEncoder:
-        fields = self._fields
-        return MinibatchEncoder(
-            batch=fields.batch.look_up(dataset),
-            labels=fields.labels.look_up(dataset),
-            no_label=fields.labels.missing or 0,
-            batch_key=fields.batch.name,
-            label_key=fields.labels.name,
-            categorical={name: encoding.look_up(dataset) for name, encoding in fields.categorical.items()},
-            continuous=fields.continuous,
-        )
-
-    @property
-    def _semisupervised(self) -> bool:
-        """Whether scANVI is trained, or, before any training, is meant to be."""
-        plan = getattr(self.trainer, "lightning_module", None)
-        if isinstance(plan, TrainingPlan):
-            return isinstance(plan, SemiSupervisedTrainingPlan)
-        return self.model_name == "SCANVI"
-
-    # ---- rows
-
-    def _labelled_rows(self) -> Dataset | None:
-        """The labelled rows for training, if these are others than all and than none."""
-        if self.label_key is None:
-            raise OptionError("SCANVI needs labels: give label_key, the obs column that holds them")
-        known = self._fields.labels.codes_of_rows(self.training_rows) < self._fields.n_labels
-        if not known.any() and self.categories is None:  # a query needs none: its classifier is trained
-            raise OptionError(
-                f"none of the {len(known)} rows for training has a label in obs column {self.label_key!r}, but SCANVI "
-                "learns from labelled rows: split in another way, such as by stratify, or train SCVI, which needs none"
-            )
-        return self.training_rows.where(known) if known.any() and not known.all() else None
-
-    # ---- Lightning
-
-    def train_dataloader(self) -> TrainingBatches:
-        """The rows for training, in a new order each epoch. A second training goes on with new orders."""
-        model: Any = getattr(self.trainer, "_model", None)
-        labelled = self._labelled_rows() if self._semisupervised else None
-        require_own(model, self, semisupervised=self._semisupervised, some_unlabelled=self._some_unlabelled)
-        if hasattr(model, "registry_"):  # SCANVI.from_scvi_model takes SCVI's, and `load` refuses another class
-            model.registry_ = model.registry_ | {"model_name": type(model).__name__}
-            model.save = partial(type(model).save, model, datamodule=self)  # scvi's own fails without a module
-            model._validate_anndata = _refuse_anndata  # so does scvi's own, without saying what to do
-        return self._epochs(labelled)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The tensors of a minibatch, made where it is. For SCANVI a pair: any rows, and labelled rows."""
-        if isinstance(batch, list):
-            return [self._encoder(each) for each in batch]
-        if not isinstance(batch, Minibatch):
-            return batch
-        tensors = self._encoder(batch)
-        if not self._semisupervised:
-            return tensors
-        return paired(tensors, self.n_labels) if self._some_unlabelled else [tensors, tensors]
-
-    @property
-    def _some_unlabelled(self) -> bool:
-        labels = self._fields.labels
-        return labels.missing is not None and len(labels.labels) > labels.missing
-
-    # ---- scvi
-
-    def inference_dataloader(
-        self,
-        dataset: Dataset | None = None,
-        *,
-        batch_size: int | None = None,
-        device: str | torch.device | None = None,
-    ) -> InferenceBatches:
-        """All rows of a dataset in order, for `model.get_latent_representation(dataloader=...)` and the like.
-
-        - `dataset`: the module's own, or another one with the genes of the model and the columns of batches and
-          covariates. Labels that the model does not know, and a missing column of labels, make rows unlabelled.
-        - `batch_size`: rows per minibatch. Default: that of the module.
-        - `device`: where x becomes dense. Default: the device of the last training, else the host.
-
-        Raises OptionError for genes, batches and covariates that the model does not know, and MissingColumnError.
-        """
-        rows = self.dataset if dataset is None else dataset
-        require_dataset(rows)
-        require_finite(rows, self._fields.continuous)
-        where = self._device if device is None else torch.device(device)
-        size = self.batch_size if batch_size is None else batch_size
-        return self._inference(rows, self._encoder_of(rows), where, size)
-
-    def _read(self, rows: Dataset) -> tuple[Dataset, str]:
-        return with_genes(rows, {self.x: self._fields.var_names}), self.x
-
-    def set_batch_size(self, batch_size: int | None = None) -> None:
-        """Takes the `batch_size` of `model.train`; scvi-tools 1.5 calls it, with None for its default."""
-        if batch_size is not None:
-            require_count(batch_size=batch_size)
-            self.batch_size = batch_size
+    Splitter.__name__ = Splitter.__qualname__ = base.__name__  # by which scvi-tools knows it, and Lightning its state
+    return Splitter
