@@ -314,7 +314,7 @@ def test_conditions(dataset: zl.Dataset, condition: str, says: str, right: str) 
 
 def test_a_minibatch_names_its_parts(dataset: zl.Dataset) -> None:
     minibatch = next(iter(zl.Loader(dataset, batch_size=8)))
-    with pytest.raises(AttributeError, match=r"has no 'X'; it has: x, obs.*Did you mean 'x'\?"):
+    with pytest.raises(AttributeError, match=r"has no 'X'; it has: row, index, x, obs.*Did you mean 'x'\?"):
         _ = minibatch.X  # type: ignore[attr-defined]
     assert not hasattr(minibatch, "_nothing")
 
