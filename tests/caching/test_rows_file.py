@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.caching.directory import cache_bytes, drop, mirrors
 from zloader.caching.inspection import inspect_mirror, verify
+from zloader.common import page_cache
 from zloader.common.errors import CorruptChunkError
 from zloader.storage.row_blocks import RowForm
 
@@ -379,6 +380,30 @@ def test_little_memory_and_one_thread_are_enough(store, tmp_path):
     options = zl.FetchOptions(memory="16MiB", threads=1, in_flight_bytes=1, buffer_bytes=1, ready_bytes=1)
     for genes in (None, SOME):
         check_epochs(opened(store), opened(store, compact(tmp_path)), genes=genes, options=options)
+
+
+def test_of_single_rows_the_table_of_their_block_and_their_own_bytes_are_prefetched(store, tmp_path, monkeypatch, form):
+    dataset, told = opened(store, compact(tmp_path)), []
+    list(loader_of(dataset))
+    mirror = dataset.store.mirror(dataset.store.matrix("X")).rows
+    monkeypatch.setattr(page_cache, "prefetch", lambda file, starts, stops: told.append((starts, stops)))
+    kept = mirror.rows(np.array([5, 100, 101, N_ROWS - 2]))
+    assert kept.lengths.all()
+    (tables, after_tables), (begins, ends) = told
+    assert (after_tables - tables == mirror.form.table_bytes).all()
+    assert len(tables) == 3
+    if form == "compact":
+        np.testing.assert_array_equal(begins, kept.starts[0])
+        assert (ends - begins < 8 * kept.lengths).all()
+    else:
+        genes, values = kept.starts[0] * kept.genes.itemsize, kept.starts[1] * kept.values.itemsize
+        after = values + kept.lengths * kept.values.itemsize
+        assert ((genes - begins >= 4) & (genes - begins < 12)).all()
+        assert ((ends >= after) & (ends < after + 8)).all()
+    told.clear()
+    mirror.rows(np.arange(N_ROWS))
+    ((begins, ends),) = told
+    assert int((ends - begins).sum()) == mirror.bytes_of(np.arange(mirror.form.n_blocks))
 
 
 def test_rows_of_the_other_form_are_used(store, tmp_path, form):
