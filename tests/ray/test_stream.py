@@ -318,12 +318,13 @@ def test_refuses_what_is_no_loader(cluster, store):
 
 @pytest.mark.any_version
 @pytest.mark.long
-def test_fifty_kills_and_two_lost_machines(cluster, store):
+@pytest.mark.parametrize(("n_machines", "kills"), [(2, 20), (0, 30)])
+def test_fifty_kills_and_two_lost_machines(cluster, store, n_machines, kills):
     """The machines are lost with finished minibatches that nobody has taken."""
-    machines = [cluster.add_node(**MACHINE) for _ in range(2)]
+    machines = [cluster.add_node(**MACHINE) for _ in range(n_machines)]
     loader = loader_of(store, batch_transform=slowed)
     minibatches = zr.stream(loader, tasks=6, resources={"num_cpus": 0.5}, ahead_bytes=1 << 20)
-    killer = Killer(minibatches, 50)
+    killer = Killer(minibatches, kills)
     epochs = 0
     while killer.kills or machines:
         lost = [machines.pop()] if machines else []
