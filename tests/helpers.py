@@ -21,7 +21,7 @@ import scipy.sparse
 import torch.utils.data
 
 import zloader as zl
-from zloader.conversion.writing.encode import ConvertOptions
+from zloader.conversion.encode import ConvertOptions
 from zloader.order.plan import Plan
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.placement import Placement

@@ -22,8 +22,8 @@ from zarr.storage import WrapperStore
 
 import zloader as zl
 from zloader.access.location import Location
-from zloader.conversion.writing.destination import Destination
-from zloader.conversion.writing.object_writer import ObjectWriter, translated
+from zloader.conversion.destination import Destination
+from zloader.conversion.object_writer import ObjectWriter, translated
 
 # Chunks of 1 024 elements, shards of at most two chunks, windows of a few rows.
 SMALL = zl.ConvertOptions(chunk_rows=1, shard_size="4KiB", window_bytes=4096)

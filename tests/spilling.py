@@ -15,9 +15,10 @@ import numpy as np
 import scipy.sparse as sp
 from hypothesis import strategies as st
 
-from zloader.conversion.sources.anndata_input import open_matrix
-from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.windows import SourceMatrix, Window
+from zloader.conversion.nodes import Node
+from zloader.conversion.port import Matrix, Window
+from zloader.conversion.reorder import CscMatrix
+from zloader.conversion.rows import canonical
 
 _TO_COMPARE = {"float16": "float32"}  # scipy does not support float16
 LENGTHS = st.lists(st.just(0) | st.integers(0, 30) | st.integers(0, 300), max_size=40)
@@ -37,9 +38,43 @@ def any_csr(draw: st.DrawFn) -> sp.csr_matrix:
     return x
 
 
-def opened(x: Any, window_bytes: int) -> SourceMatrix:
-    shape = x.shape if hasattr(x, "shape") else tuple(x.attrs["shape"].tolist())
-    return open_matrix(Node(x, "memory", "X"), "X", shape=shape, window_bytes=window_bytes)
+class Rows(Matrix):
+    """The rows of a CSR or dense matrix of scipy, NumPy or h5py, in windows of about `window_bytes`."""
+
+    def __init__(self, x: Any, window_bytes: int) -> None:
+        shape = x.shape if hasattr(x, "shape") else tuple(x.attrs["shape"].tolist())
+        super().__init__("X", n_rows=shape[0], n_genes=shape[1])
+        self.dense = isinstance(x, np.ndarray | h5py.Dataset)
+        parts = {"data": x[:]} if self.dense else {name: _array(x, name) for name in ("data", "indices", "indptr")}
+        self._parts, self.dtype = parts, parts["data"].dtype
+        self.genes_dtype = np.dtype(np.int64) if self.dense else parts["indices"].dtype
+        self.n_stored, self._window_bytes = parts["data"].size, window_bytes
+
+    def windows(self, first_row: int = 0) -> Iterator[Window]:
+        row_bytes = self._parts["data"].nbytes // max(1, self.n_rows)
+        step = max(1, self._window_bytes // max(1, row_bytes))
+        for start in range(first_row, self.n_rows, step):
+            stop = min(start + step, self.n_rows)
+            if self.dense:
+                lengths, genes = np.full(stop - start, self.n_genes, np.int64), np.empty(0, np.int64)
+                yield Window(lengths=lengths, genes=genes, values=self._parts["data"][start:stop].reshape(-1))
+                continue
+            ends = self._parts["indptr"][start : stop + 1].astype(np.int64)
+            part = slice(ends[0], ends[-1])
+            genes, values = self._parts["indices"][part], self._parts["data"][part]
+            yield canonical(ends - ends[0], genes, values, at="X", first_row=start)
+
+
+def _array(x: Any, name: str) -> np.ndarray:
+    return np.asarray(getattr(x, name) if sp.issparse(x) else x[name][:])
+
+
+def opened(x: Any, window_bytes: int) -> Matrix:
+    """A matrix in memory or in an HDF5 file."""
+    node = Node(x, "memory", "X")
+    if node.encoding == "csc":
+        return CscMatrix(node, "X", shape=(node.shape[0], node.shape[1]), window_bytes=window_bytes)
+    return Rows(x, window_bytes)
 
 
 @contextlib.contextmanager
@@ -86,22 +121,16 @@ def matrix_of(windows: Iterable[Window], shape: tuple[int, int], dtype: Any, *, 
         assert (window.lengths.dtype, window.values.dtype, window.values.ndim) == (np.int64, np.dtype(dtype), 1)
         assert len(window.values) == window.lengths.sum()
         assert len(window.genes) == (0 if dense else len(window.values))
-    placed = [window.positions for window in parts if window.positions is not None]
-    assert len(placed) in (0, len(parts))
-    order: Any = slice(None)
-    if placed:
-        order = np.argsort(np.concatenate(placed))
-        np.testing.assert_array_equal(np.sort(np.concatenate(placed)), np.arange(shape[0]))
     values = np.concatenate([*(window.values for window in parts), np.empty(0, dtype)])
     if dense:
-        return values.reshape(sum(len(window.lengths) for window in parts), shape[1])[order]
+        return values.reshape(sum(len(window.lengths) for window in parts), shape[1])
     lengths = np.concatenate([*(window.lengths for window in parts), np.empty(0, int)])
     genes = np.concatenate([*(window.genes for window in parts), np.empty(0, np.uint8)]).astype(np.int64)
     indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     values = values.astype(_TO_COMPARE.get(str(values.dtype), values.dtype))
     x = sp.csr_matrix((values, genes, indptr), shape=(len(lengths), shape[1]))
     assert x.has_canonical_format
-    return x[order]
+    return x
 
 
 def assert_equal(found: Any, wanted: Any) -> None:

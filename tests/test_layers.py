@@ -37,8 +37,6 @@ FLOORS = {
     "testing": 2,
     "common": 1,
 }
-# The subfolders (wings) of `conversion`, lowest first. Each may import from itself and from lower ones.
-WINGS = ["sources", "joining", "writing", "checking"]
 MAY_IMPORT = {
     "tensorstore": {"zloader.reading.tensorstore_reader"},
     "torch": {
@@ -63,16 +61,13 @@ MAY_IMPORT = {
     "anndata": {
         "zloader.dataset.elements",
         "zloader.dataset.table",
-        "zloader.conversion.convert",
-        "zloader.conversion.sources.inputs",
-        "zloader.conversion.sources.anndata_input",
-        "zloader.conversion.sources.nodes",
-        "zloader.conversion.sources.row_source",
-        "zloader.conversion.joining.content",
-        "zloader.conversion.joining.selection",
-        "zloader.conversion.joining.union",
-        "zloader.conversion.writing.elements",
-        "zloader.conversion.checking.compare",
+        "zloader.conversion.columns",
+        "zloader.conversion.comparison",
+        "zloader.conversion.contents",
+        "zloader.conversion.elements",
+        "zloader.conversion.memory",
+        "zloader.conversion.nodes",
+        "zloader.conversion.opening",
     },
 }
 # `zloader.testing` is also for the tests of other projects, so it has few dependencies.
@@ -91,12 +86,6 @@ TESTING = [name for name in FILES if name.startswith("zloader.testing")]
 def _floor(name: str) -> float:
     """The floor of a module's folder. The package itself is above all floors, because it exports from every folder."""
     return FLOORS[name.split(".")[1]] if name not in ("zloader", "zloader.__main__") else math.inf
-
-
-def _wing(name: str) -> int:
-    """The index of a module's wing in `conversion`. Modules outside the wings are above them."""
-    folder = name.split(".")[2]
-    return WINGS.index(folder) if folder in WINGS else len(WINGS)
 
 
 @functools.cache
@@ -143,17 +132,13 @@ def _dependencies(name: str) -> set[str]:
 def test_imports_point_down():
     for name, module in ((each, module) for each in FILES for module in _own(each)):
         assert module in FILES, f"{name} imports {module}, which does not exist"
-        if module.split(".")[1:2] == name.split(".")[1:2]:
-            if module.startswith("zloader.conversion."):
-                assert _wing(module) <= _wing(name), f"{name} imports {module}, which is in a higher wing"
-        else:
+        if module.split(".")[1:2] != name.split(".")[1:2]:
             assert _floor(module) < _floor(name), f"{name} imports {module}, which is not on a lower floor"
 
 
 def test_every_folder_has_a_floor():
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert folders == FLOORS.keys()
-    assert {path.name for path in (PACKAGE / "conversion").iterdir() if (path / "__init__.py").exists()} == {*WINGS}
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 

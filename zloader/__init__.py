@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from zloader.caching.mirror import CacheStatistics
     from zloader.common.options import Cache, FetchOptions
     from zloader.conversion.convert import ConversionReport, convert
+    from zloader.conversion.encode import ConvertOptions
     from zloader.conversion.example import example_h5ad
-    from zloader.conversion.joining.selection import Selection
-    from zloader.conversion.sources.parquet import Parquet
-    from zloader.conversion.sources.row_source import RowSource
+    from zloader.conversion.memory import RowSource
+    from zloader.conversion.parquet import Parquet
+    from zloader.conversion.selection import Selection
     from zloader.conversion.verify import Verification, verify
-    from zloader.conversion.writing.encode import ConvertOptions
     from zloader.dataset.dataset import Dataset, View
     from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.warm import Warmed, warm
@@ -106,7 +106,7 @@ _MODULES = {
     "CellSets": "zloader.order.cell_sets",
     "ClassBalancedSampling": "zloader.order.weighted",
     "ConversionReport": "zloader.conversion.convert",
-    "ConvertOptions": "zloader.conversion.writing.encode",
+    "ConvertOptions": "zloader.conversion.encode",
     "Dataset": "zloader.dataset.dataset",
     "FetchOptions": "zloader.common.options",
     "Loader": "zloader.training.loader",
@@ -116,11 +116,11 @@ _MODULES = {
     "Mixture": "zloader.order.weighted",
     "MixtureOfScanners": "zloader.order.shuffling",
     "PackedRows": "zloader.training.arrays",
-    "Parquet": "zloader.conversion.sources.parquet",
+    "Parquet": "zloader.conversion.parquet",
     "Quality": "zloader.insight.quality",
     "Sampling": "zloader.order.sampling",
-    "RowSource": "zloader.conversion.sources.row_source",
-    "Selection": "zloader.conversion.joining.selection",
+    "RowSource": "zloader.conversion.memory",
+    "Selection": "zloader.conversion.selection",
     "Statistics": "zloader.training.epoch",
     "Streaming": "zloader.order.shuffling",
     "Verification": "zloader.conversion.verify",

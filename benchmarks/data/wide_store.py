@@ -19,7 +19,7 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.conversion.writing.encode import ChunkEncoder, shard_index, zarr_codecs
+from zloader.conversion.encode import ChunkEncoder, shard_index, zarr_codecs
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import layout_of
 

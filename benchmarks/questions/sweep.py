@@ -40,7 +40,7 @@ import numpy as np
 import zloader as zl
 from benchmarks.harness.decoding import chunk_bytes
 from benchmarks.harness.measuring import table
-from zloader.conversion.writing.encode import CODECS, ChunkEncoder
+from zloader.conversion.encode import CODECS, ChunkEncoder
 from zloader.insight.cost import epoch_costs
 from zloader.insight.summary import stored_bytes
 from zloader.storage.decode import CHUNK, Decoder

@@ -24,7 +24,7 @@ from zloader.access.stored_objects import StoredObject, stored_file
 from zloader.caching.directory import MirrorEntry, mirrors
 from zloader.caching.inspection import inspect_mirror, verify
 from zloader.common.errors import CacheError, OptionError, StoreError
-from zloader.conversion.writing.encode import ConvertOptions
+from zloader.conversion.encode import ConvertOptions
 from zloader.dataset.warm import warm
 
 pytestmark = pytest.mark.any_version

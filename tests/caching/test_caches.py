@@ -26,7 +26,7 @@ from zloader.caching.leases import Leases
 from zloader.caching.rows_file import RowsFile
 from zloader.common.errors import CacheError, OptionError, ReadError
 from zloader.common.options import Cache
-from zloader.conversion.writing.encode import ConvertOptions
+from zloader.conversion.encode import ConvertOptions
 from zloader.dataset.warm import warm
 from zloader.storage.row_blocks import RowForm
 

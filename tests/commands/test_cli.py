@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import zloader as zl
 from zloader.commands import cli
 from zloader.commands.cli import app
-from zloader.conversion.writing.encode import ConvertOptions
+from zloader.conversion.encode import ConvertOptions
 from zloader.insight.cost import epoch_costs
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 

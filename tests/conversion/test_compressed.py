@@ -7,8 +7,9 @@ import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.windows import CompressedArrays, Window, skip_rows
+from zloader.conversion.compressed import CompressedArrays, skip_rows
+from zloader.conversion.nodes import Node
+from zloader.conversion.port import Window
 
 
 @given(

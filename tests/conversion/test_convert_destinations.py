@@ -19,7 +19,7 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.convert import convert_to
-from zloader.conversion.writing.destination import MARKER
+from zloader.conversion.destination import MARKER
 
 UUID = uuid.UUID(int=7).hex
 

@@ -30,9 +30,9 @@ from sources import (
 import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
-from zloader.conversion.writing.destination import MARKER
-from zloader.conversion.writing.encode import CODECS, ChunkEncoder, chunk_elements, grid, shard_index, zarr_codecs
-from zloader.conversion.writing.stored import StoredArray
+from zloader.conversion.destination import MARKER
+from zloader.conversion.encode import CODECS, ChunkEncoder, chunk_elements, grid, shard_index, zarr_codecs
+from zloader.conversion.stored import StoredArray
 from zloader.storage.metadata import layout_of
 
 

@@ -37,11 +37,10 @@ from sources import (
     write_h5ad,
 )
 
-import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.convert import convert_to
-from zloader.conversion.writing.destination import MARKER, PendingStore
+from zloader.conversion.destination import MARKER, PendingStore
 
 # ---- interruption
 
@@ -189,7 +188,7 @@ def test_a_store_survives_a_source_that_cannot_be_converted(tmp_path: Path) -> N
     before = files(dest)
     x = counts()
     x.indices[x.indptr[40]] = 300
-    with pytest.raises(errors.SourceError, match="row 40"):
+    with pytest.raises(errors.SourceError, match="it holds gene 300, but there are 300 genes"):
         convert(write_csr(tmp_path / "b.h5ad", x), dest, overwrite=True)
     assert files(dest) == before
 
@@ -297,40 +296,43 @@ def old_anndata(file: h5py.File) -> None:
 
 INDPTR = counts().indptr
 BAD = {
-    "missing file": (lambda path: path, errors.StoreNotFoundError, "there is no file"),
-    "directory": (directory, errors.SourceError, "is a directory"),
-    "text": (text, errors.SourceError, "not an HDF5 file"),
-    "plain hdf5": (plain_hdf5, errors.SourceError, "no obs and no var and no X.*It holds: matrix"),
+    "missing file": (lambda path: path, errors.StoreNotFoundError, "no such directory: .*a.h5ad"),
+    "directory": (directory, errors.StoreNotFoundError, "the directory is empty"),
+    "text": (text, errors.SourceError, "cannot be read as HDF5"),
+    "plain hdf5": (plain_hdf5, errors.SourceError, "not an .h5ad file"),
     "truncated": (truncated, errors.SourceError, "truncated"),
-    "damaged chunk": (damaged_gzip, errors.SourceError, "X/data cannot be read"),
+    "damaged chunk": (damaged_gzip, errors.SourceError, "X/data"),
     "no X": (edited(replace("X", None)), errors.SourceError, "has no X, .*It holds: no layers"),
     "no obs": (edited(replace("obs", None)), errors.SourceError, "has no obs"),
-    "old anndata": (edited(old_anndata), errors.SourceError, "cannot be read by anndata"),
-    "obs no frame": (edited(lambda f: f["obs"].attrs.__delitem__("encoding-type")), errors.SourceError, "obs"),
-    "no indices": (edited(replace("X/indices", None)), errors.SourceError, "X has no indices"),
-    "no shape": (edited(lambda f: f["X"].attrs.__delitem__("shape")), errors.SourceError, "X has no shape"),
-    "X of text": (edited(replace("X", np.array([b"a"]))), errors.SourceError, "X has shape"),
-    "X 1-d": (edited(replace("X", np.ones(60))), errors.SourceError, r"X has shape \(60,\)"),
+    "old anndata": (edited(old_anndata), errors.SourceError, "59 and 300 are expected"),
+    "no indices": (edited(replace("X/indices", None)), errors.SourceError, "X/indices of .* missing"),
+    "no shape": (edited(lambda f: f["X"].attrs.__delitem__("shape")), errors.SourceError, "X of .* shape"),
+    "X of text": (edited(replace("X", np.array([b"a"]))), errors.SourceError, r"give \(1,\) as its shape"),
+    "X 1-d": (edited(replace("X", np.ones(60))), errors.SourceError, r"give \(60,\) as its shape"),
     "data of text": (
         edited(replace("X/data", np.array([b"a"] * counts().nnz))),
         errors.SourceError,
         "not real numbers",
     ),
-    "float indices": (edited(replace("X/indices", np.ones(counts().nnz))), errors.SourceError, "must hold integers"),
-    "other shape": (edited(lambda f: f["X"].attrs.__setitem__("shape", [59, 300])), errors.SourceError, "shape"),
+    "float indices": (edited(replace("X/indices", np.ones(counts().nnz))), errors.SourceError, "not integers"),
+    "other shape": (
+        edited(lambda f: f["X"].attrs.__setitem__("shape", [59, 300])),
+        errors.SourceError,
+        "59 rows and 300 genes",
+    ),
     "unknown X": (edited(lambda f: f["X"].attrs.__setitem__("encoding-type", "awk")), errors.SourceError, "is a awk"),
-    "data too short": (edited(replace("X/data", np.ones(3))), errors.SourceError, "3 in data"),
+    "data too short": (edited(replace("X/data", np.ones(3))), errors.SourceError, "3 values are stored"),
     "indptr too short": (
         broken(lambda x: setattr(x, "indptr", x.indptr[:-1])),
         errors.SourceError,
-        "60 rows, but 60 entries in indptr",
+        "60 entries for 60 rows",
     ),
-    "indptr starts at 1": (broken(set_item("indptr", 0, 1)), errors.SourceError, "starts at 1, not 0, at row 0"),
-    "indptr ends early": (broken(set_item("indptr", 60, INDPTR[-1] - 1)), errors.SourceError, "ends at .* row 59"),
-    "indptr falls": (broken(set_item("indptr", 30, INDPTR[28])), errors.SourceError, "at row 29"),
-    "indptr too high": (broken(set_item("indptr", 30, 10**6)), errors.SourceError, "to 1000000 at row 29"),
-    "index too high": (broken(set_item("indices", INDPTR[40], 300)), errors.SourceError, "row 40 .*gene 300.*0 to 299"),
-    "index negative": (broken(set_item("indices", INDPTR[40] - 1, -1)), errors.SourceError, "row 39 .*gene -1"),
+    "indptr starts at 1": (broken(set_item("indptr", 0, 1)), errors.SourceError, "indptr of .* wrong at row 0"),
+    "indptr ends early": (broken(set_item("indptr", 60, INDPTR[-1] - 1)), errors.SourceError, "indptr"),
+    "indptr falls": (broken(set_item("indptr", 30, INDPTR[28])), errors.SourceError, "indptr of .* wrong at row 29"),
+    "indptr too high": (broken(set_item("indptr", 30, 10**6)), errors.SourceError, "indptr of .* wrong at row 29"),
+    "index too high": (broken(set_item("indices", INDPTR[40], 300)), errors.SourceError, "it holds gene 300, but"),
+    "index negative": (broken(set_item("indices", INDPTR[40] - 1, -1)), errors.SourceError, "holds gene -1"),
     "csc index": (
         edited(set_item("X/indices", int(counts().tocsc().indptr[7]), 60), "csc"),
         errors.SourceError,
@@ -355,53 +357,8 @@ def test_uns_that_zarr_cannot_hold_is_named(tmp_path: Path) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts())
     with h5py.File(source, "r+") as file:
         file["uns"].create_dataset("when", data=np.zeros(3, np.int64)).attrs["encoding-type"] = "martian"
-    with pytest.raises(errors.SourceError, match="uns cannot be read by anndata"):
+    with pytest.raises(errors.SourceError, match="cannot read uns of"):
         convert(source, tmp_path / "a.zarr")
-    assert_not_a_store(tmp_path / "a.zarr")
-
-
-class _Shrinking(np.ndarray):
-    """Dense values of which the last row is missing from the second reading on."""
-
-    readings = 0
-
-    def __getitem__(self, items: Any) -> Any:
-        found = super().__getitem__(items)
-        if isinstance(items, slice) and items.stop == len(self):
-            self.readings += 1
-            return found[:-1] if self.readings > 1 else found
-        return found
-
-
-def test_a_dense_source_that_has_fewer_rows_on_the_second_reading(tmp_path: Path) -> None:
-    """Otherwise the last rows would be zeros."""
-    source = ad.AnnData(np.arange(1, 201, dtype=np.float32).reshape(20, 10).view(_Shrinking))
-    with pytest.raises(errors.SourceError, match="X changed while it was being converted: run convert again"):
-        convert(source, tmp_path / "a.zarr")
-    assert_not_a_store(tmp_path / "a.zarr")
-
-
-class _Moving(np.ndarray):
-    """The indptr of a matrix in which one value has moved to the next row on the second reading."""
-
-    readings = 0
-
-    def __getitem__(self, items: Any) -> Any:
-        found = super().__getitem__(items)
-        if isinstance(items, slice) and len(found) > 9:
-            self.readings += 1
-            found = np.array(found)
-            found[5] -= self.readings > 1
-        return found
-
-
-def test_a_source_in_which_a_value_moves_to_another_row(tmp_path: Path) -> None:
-    """The total stays the same, so that otherwise indptr would be that of the first reading."""
-    source = ad.AnnData(counts(20, 30))
-    source.X.indptr = source.X.indptr.view(_Moving)
-    with pytest.raises(errors.SourceError, match="X changed while it was being converted"):
-        convert(source, tmp_path / "a.zarr", options=zl.ConvertOptions())
-    assert source.X.indptr.readings > 1
     assert_not_a_store(tmp_path / "a.zarr")
 
 
@@ -441,7 +398,7 @@ def test_no_room_to_transpose(tmp_path: Path) -> None:
             convert(source, tmp_path / "a.zarr")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert files(tmp_path / "a.zarr") == {}
+    assert_not_a_store(tmp_path / "a.zarr")
 
 
 # ---- S3

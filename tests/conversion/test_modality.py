@@ -119,11 +119,11 @@ def test_wrong_files(written):
         zl.convert(written / "cite.zarr" / "mod" / "atac", written / "a.zarr", progress=False)
     with h5py.File(written / "cite.h5mu", "r+") as file:
         file["obsmap/adt"][:] = 0
-    with pytest.raises(SourceError, match=r"cite.h5mu: obsmap/adt .* row 0 of the modality is 0 rows of the whole"):
+    with pytest.raises(SourceError, match=r"obsmap/adt .*cite.h5mu .* row 0 of the modality is 0 rows of the whole"):
         zl.convert(written / "cite.h5mu" / "adt", written / "a.zarr", progress=False)
     content = (written / "cite.h5mu").read_bytes()
     (written / "cite.h5mu").write_bytes(content[: len(content) // 2])
-    with pytest.raises(SourceError, match="was it truncated"):
+    with pytest.raises(SourceError, match="truncated"):
         zl.convert(written / "cite.h5mu" / "rna", written / "a.zarr", progress=False)
 
 

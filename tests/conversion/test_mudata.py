@@ -263,12 +263,10 @@ def test_names_in_several_sources(written: Path, tmp_path: Path) -> None:
 def test_sources_that_do_not_fit_together(written: Path, tmp_path: Path) -> None:
     other = mudata.MuData({"rna": cite()["rna"].copy()})
     other.write(tmp_path / "rna.h5mu")
-    with pytest.raises(
-        SourceError, match=r"atac, more would be lacking. Convert modalities one by one, such as .*/rna"
-    ):
+    with pytest.raises(SourceError, match=r"atac, more would be lacking. Convert modalities one by one, such as .*/"):
         zl.convert([written / "cite.h5mu", tmp_path / "rna.h5mu"], tmp_path / "a.zarr", progress=False)
     ad.AnnData(counts(), var=frame(300, "gene")).write_h5ad(tmp_path / "a.h5ad")
-    with pytest.raises(SourceError, match=r"is a MuData, and an AnnData is needed: .*\(rna, adt, atac, more\)"):
+    with pytest.raises(SourceError, match=r"has the modalities none, and another source has rna, adt, atac, more"):
         zl.convert([tmp_path / "a.h5ad", written / "cite.h5mu"], tmp_path / "a.zarr", progress=False)
     zl.convert(tmp_path / "a.h5ad", tmp_path / "b.zarr", progress=False)
     problems = zl.verify(tmp_path / "b.zarr", against=written / "cite.h5mu", progress=False).problems

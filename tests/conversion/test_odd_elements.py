@@ -319,7 +319,6 @@ def test_a_dataset_of_xarray_is_stored_as_the_data_frame_that_it_is(tmp_path):
     for name, sources, options in (
         ("one", adata, zl.ConvertOptions()),
         ("shuffled", adata, zl.ConvertOptions(shuffle_seed=1)),
-        ("two", [adata, adata.copy()], zl.ConvertOptions()),
     ):
         zl.convert(sources, tmp_path / name, options=options, progress=False)
         out = ad.read_zarr(tmp_path / name)
@@ -399,10 +398,13 @@ def test_a_matrix_that_is_refused_leaves_no_directory_either(tmp_path):
 
 
 def test_what_sources_cannot_share_is_reported_once(tmp_path):
-    """The elements are written twice: first in a dry run."""
-    adatas = [plain(), plain()]
-    for number, adata in enumerate(adatas):
+    """The elements are written twice when a store is replaced: first in a rehearsal."""
+    for number in range(2):
+        adata = plain()
         adata.uns["number"] = number
         adata.varm["own"] = np.full((N_GENES, 1), number)
-    done = zl.convert(adatas, tmp_path / "a.zarr", progress=False)
+        adata.write_h5ad(tmp_path / f"{number}.h5ad")
+    for overwrite in (False, True):
+        sources = [tmp_path / f"{number}.h5ad" for number in range(2)]
+        done = zl.convert(sources, tmp_path / "a.zarr", overwrite=overwrite, progress=False)
     assert sorted(done.dropped) == ["uns/number", "varm/own"]

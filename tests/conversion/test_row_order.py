@@ -64,12 +64,15 @@ def test_the_same_cells_in_another_order(tmp_path: Path, hilbert: Callable[..., 
 
 
 def test_over_several_sources_and_what_verify_finds(tmp_path: Path) -> None:
-    sources = [slide(60, seed=1), slide(40, seed=2)]
+    slides = [slide(60, seed=1), slide(40, seed=2)]
+    sources = [tmp_path / f"{number}.h5ad" for number in range(2)]
+    for path, adata in zip(sources, slides, strict=True):
+        adata.write_h5ad(path)
     rows = np.random.default_rng(3).permutation(100)
     zl.convert(sources, tmp_path / "a.zarr", options=ordered(rows.tolist()), progress=False)
     dataset = zl.open_dataset(tmp_path / "a.zarr")
     assert dataset.obs_column("source_row").values.tolist() == rows.tolist()
-    x = scipy.sparse.vstack([source.X for source in sources]).tocsr()[rows].toarray()
+    x = scipy.sparse.vstack([adata.X for adata in slides]).tocsr()[rows].toarray()
     np.testing.assert_array_equal(dataset.take(range(100)).X.toarray(), x)
     assert zl.verify(tmp_path / "a.zarr", against=sources, progress=False).ok
     stored = zarr.open_array(tmp_path / "a.zarr" / "obs" / "source_row")

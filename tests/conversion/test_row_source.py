@@ -11,7 +11,7 @@ from helpers import counts
 
 import zloader as zl
 from zloader.common.errors import OptionError, SourceError, StoreExistsError
-from zloader.conversion.sources import row_source
+from zloader.conversion import rows
 
 pytestmark = pytest.mark.any_version
 
@@ -42,7 +42,7 @@ def assert_equals(store, adata: ad.AnnData) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"n_values": ADATA.X.nnz}])
 def test_a_source_of_ones_own_becomes_what_its_anndata_becomes(tmp_path, monkeypatch, given):
-    monkeypatch.setattr(row_source, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(rows, "MOST_BYTES", 20_000)
     source = Rows(**given)
     assert isinstance(source, zl.RowSource)
     report = zl.convert(source, tmp_path / "own.zarr", progress=False)
@@ -57,13 +57,6 @@ def test_a_source_of_ones_own_becomes_what_its_anndata_becomes(tmp_path, monkeyp
     assert zl.verify(tmp_path / "own.zarr", against=source, progress=False).ok
     changed = Rows(returned=lambda counts, start: counts * (1 + (start > 100)))
     assert not zl.verify(tmp_path / "own.zarr", against=changed, progress=False).ok
-
-
-def test_beside_other_sources(tmp_path):
-    ADATA[:300].copy().write_h5ad(tmp_path / "first.h5ad")
-    sources = [tmp_path / "first.h5ad", Rows(ADATA[300:500].copy()), Rows(ADATA[500:].copy())]
-    zl.convert(sources, tmp_path / "all.zarr", progress=False)
-    assert_equals(tmp_path / "all.zarr", ADATA)
 
 
 def test_unsorted_and_repeated_genes(tmp_path):
@@ -137,7 +130,7 @@ def fails(counts):
     ],
 )
 def test_what_rows_must_not_return(tmp_path, monkeypatch, change, words):
-    monkeypatch.setattr(row_source, "_FIRST_ROWS", 100)
+    monkeypatch.setattr(rows, "_FIRST_ROWS", 100)
     with pytest.raises(SourceError, match=words):
         zl.convert(Rows(returned=later(change)), tmp_path / "own.zarr", progress=False)
     assert not (tmp_path / "own.zarr" / "zarr.json").exists()

@@ -30,9 +30,9 @@ from spilling import (
 )
 
 from zloader.common import errors
-from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.reorder import CscMatrix
-from zloader.conversion.sources.windows import SourceMatrix
+from zloader.conversion.nodes import Node
+from zloader.conversion.port import Matrix
+from zloader.conversion.reorder import CscMatrix
 
 pytestmark = pytest.mark.any_version
 
@@ -55,16 +55,12 @@ def canonical(x: Any) -> sp.csr_matrix:
     x=any_csr(),
     window_bytes=st.integers(1, 500) | st.integers(500, 20_000),
     first_row=st.integers(0, 41),
-    scanned=st.booleans(),
 )
-def test_any_matrix_in_any_windows(x: sp.csr_matrix, window_bytes: int, first_row: int, scanned: bool) -> None:
+def test_any_matrix_in_any_windows(x: sp.csr_matrix, window_bytes: int, first_row: int) -> None:
     wanted, n_twice = canonical(x.copy()), int(np.sum(np.diff(x.indptr) != np.diff(canonical(x.copy()).indptr)))
     with opened(x.tocsc(), window_bytes) as matrix:
-        assert (matrix.encoding, matrix.dtype, matrix.n_stored) == ("csc", x.dtype, x.nnz)
-        if scanned:
-            windows = list(matrix.first_pass())
-            assert_equal(matrix_of(windows, x.shape, x.dtype), wanted)
-            assert sum(window.mended for window in windows) == n_twice
+        assert (matrix.dense, matrix.dtype, matrix.n_stored) == (False, x.dtype, x.nnz)
+        assert sum(window.mended for window in matrix.windows()) == n_twice
         for first in (first_row, 0):
             windows = list(matrix.windows(first))
             assert_equal(matrix_of(windows, x.shape, x.dtype), wanted[first:])
@@ -124,7 +120,7 @@ def test_the_source_is_read_once() -> None:
     x = counts().tocsc()
     parts = counted(x)
     with CscMatrix(Node(parts, "X"), "X", shape=x.shape, window_bytes=4096) as matrix:
-        consumed(matrix.first_pass())
+        consumed(matrix.windows())
         for _ in range(2):
             consumed(matrix.windows())
     assert parts["data"].n_read == parts["indices"].n_read == x.nnz
@@ -152,8 +148,8 @@ def test_no_room() -> None:
     assert open_spills() == 0
 
 
-def both_passes(matrix: SourceMatrix) -> None:
-    consumed(matrix.first_pass())
+def both_passes(matrix: Matrix) -> None:
+    consumed(matrix.windows())
     consumed(matrix.windows())
 
 

@@ -11,12 +11,10 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sources import full_anndata
 
 from zloader.common.errors import SourceError
+from zloader.conversion.columns import is_storable, kind_of, storable, unite
 from zloader.conversion.convert import convert
-from zloader.conversion.joining.union import is_storable, kind_of, storable, stored_kind, unite
-from zloader.conversion.sources.inputs import open_inputs
 from zloader.conversion.verify import verify
 
 
@@ -203,21 +201,6 @@ def test_categories_have_a_kind():
     assert kind_of(series([None], "category")) == "no values"
     assert not is_storable(kind_of(series(["a", 1], "category")))
     assert not is_storable(kind_of(pd.cut(series([1, 2]), 2)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("write", ["write_h5ad", "write_zarr"])
-def test_metadata_of_a_file_tell_the_kinds_of_its_columns(write, tmp_path):
-    adata = full_anndata()
-    adata.obs["no category"] = pd.Categorical([None] * adata.n_obs)
-    adata.obs["true"] = pd.Categorical([True] * adata.n_obs)
-    with warnings.catch_warnings(), ad.settings.override(allow_write_nullable_strings=True):
-        warnings.simplefilter("ignore")
-        getattr(adata, write)(tmp_path / "a", convert_strings_to_categoricals=False)
-    [source] = open_inputs(tmp_path / "a")
-    with source:
-        for name in source.obs_columns:
-            assert stored_kind(source.node(f"obs/{name}")) == kind_of(source.obs_column(name))
 
 
 LARGE = [2**60 + 1, 2**60 + 3]

@@ -19,7 +19,7 @@ import zloader as zl
 from zloader.caching.rows_file import RowsFile
 from zloader.common import page_cache
 from zloader.common.errors import CacheError, FormatError, MissingObjectError, ReadError
-from zloader.conversion.writing import elements
+from zloader.conversion import elements
 from zloader.dataset import obsm_arrays
 from zloader.reading.fetch import read_at_once
 from zloader.reading.recipe import PagedColumn

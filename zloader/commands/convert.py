@@ -18,9 +18,9 @@ from zloader.common.messages import size
 
 if TYPE_CHECKING:
     from zloader.conversion.convert import ConversionReport
-    from zloader.conversion.joining.selection import Selection
+    from zloader.conversion.encode import ConvertOptions
+    from zloader.conversion.selection import Selection
     from zloader.conversion.verify import Verification
-    from zloader.conversion.writing.encode import ConvertOptions
 
 
 _choice = functools.partial(typer.Option, rich_help_panel="What to store")
@@ -58,7 +58,7 @@ class ParquetFlags:
         given: dict[str, Any] = vars(self) | {"lists": lists}
         if not any(value is not None for value in given.values()):
             return list(sources)
-        from zloader.conversion.sources.parquet import Parquet
+        from zloader.conversion.parquet import Parquet
 
         return [Parquet(source, **given) for source in sources]
 
@@ -129,7 +129,7 @@ class ConvertFlags:
     @property
     def selection(self) -> Selection:
         """The parts of the sources. Raises OptionError if a file of genes cannot be read."""
-        from zloader.conversion.joining.selection import Selection
+        from zloader.conversion.selection import Selection
 
         return Selection(
             x=self.x,
@@ -147,7 +147,7 @@ class ConvertFlags:
     @property
     def options(self) -> ConvertOptions:
         """How they are stored. What is not given has the default of `zl.ConvertOptions`."""
-        from zloader.conversion.writing.encode import ConvertOptions
+        from zloader.conversion.encode import ConvertOptions
 
         names = ("chunk_rows", "shard_size", "codec", "preserve_dtype", "memory", "shuffle_seed")
         given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}

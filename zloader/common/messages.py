@@ -146,6 +146,6 @@ def size(n_bytes: float) -> str:
 def warn_user(message: str) -> None:
     """Warns at the line outside zloader that led here, however many wrappers and constructors lie between."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "zloader":
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("zloader", "contextlib"):
         frame, level = frame.f_back, level + 1
     warnings.warn(printable(message), UserWarning, stacklevel=level)

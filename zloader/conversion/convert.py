@@ -1,12 +1,10 @@
-"""Convert AnnData to sharded Zarr v3, in two passes over windows of rows.
+"""Convert AnnData to sharded Zarr v3, in one pass over windows of rows.
 
-The first pass reads every value once. It validates the sources, finds the smallest lossless dtypes, and counts the
-values that remain once the rows are canonical. Nothing at the destination is replaced before it has finished. The
-second pass reads the same windows again and stores them. The small elements (obs, var, obsm, varm, obsp, varp, uns) are
-written by anndata, one at a time.
+A mark of the unfinished store comes first. Then the small elements (obs, var, obsm, varm, obsp, varp, uns) are written
+by anndata, one at a time, and the matrices are read and stored front to back, with a checkpoint at each shard. The
+metadata come last. So an interrupted conversion can be resumed: reading starts at the first row that is not stored.
 
-The results of the first pass are saved in a journal at the destination, so an interrupted conversion can be resumed:
-existing shards are checked and kept, and reading starts at the first missing row.
+An existing store is replaced only after the sources have been read once.
 """
 
 from __future__ import annotations
@@ -14,32 +12,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zarr
 
-from zloader.access.location import location_of
-from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
+from zloader.access.location import Location, location_of
+from zloader.common.errors import OptionError, StoreError, StoreExistsError
 from zloader.common.keywords import answers
 from zloader.common.machine import keep_freed_memory
-from zloader.common.messages import listed, printable, warn_user
+from zloader.common.messages import listed, printable
 from zloader.common.progress import Bars, progress_bars
-from zloader.conversion.joining.content import SOURCE_ROW
-from zloader.conversion.joining.modalities import Part, parts_of
-from zloader.conversion.joining.selection import Selection
-from zloader.conversion.sources.inputs import Input, Sources, open_inputs, refuse_overlap
-from zloader.conversion.sources.windows import SourceMatrix
-from zloader.conversion.writing.destination import Destination, PendingStore
-from zloader.conversion.writing.elements import DryRunWriter, ElementWriter, library_settings
-from zloader.conversion.writing.encode import CHUNK_FORM, ConvertOptions
-from zloader.conversion.writing.passes import MatrixScan, MatrixWriter, keeps_dtype, scan_matrix, threads
+from zloader.common.version import __version__
+from zloader.conversion.arranged import SOURCE_ROW
+from zloader.conversion.destination import Destination
+from zloader.conversion.elements import ElementWriter, MetadataStore, library_settings
+from zloader.conversion.encode import CHUNK_FORM, ConvertOptions, working_bytes
+from zloader.conversion.matrix import MatrixWriter, threads
+from zloader.conversion.opening import Reading, Sources, damage_of_sources, open_parts
+from zloader.conversion.port import Opened
+from zloader.conversion.selection import Selection
 from zloader.selecting.gene_names import GenesBy
 
 _DEFAULTS = ConvertOptions()
@@ -160,40 +158,34 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
     """Like `convert`, with a Destination instead of a URL."""
     started = time.perf_counter()
     keep_freed_memory()
+    how = Reading(
+        window_bytes=options.window,
+        memory=working_bytes(options.memory) // 2,
+        shuffle_seed=options.shuffle_seed,
+        order=options.order,
+    )
     with contextlib.ExitStack() as opened:
-        inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
-        refuse_overlap(inputs, destination.location)
-        parts = parts_of(
-            inputs,
-            select,
-            shuffle_seed=options.shuffle_seed,
-            order=options.order,
-            bucket_bytes=options.window,
-        )
-        for lost in dict.fromkeys(part.content.lost_genes for part in parts if part.content.lost_genes):
-            warn_user(lost)
+        found = opened.enter_context(open_parts(sources, select, storage_options=source_options, how=how))
+        refuse_overlap(found.names, destination.location)
         opened.enter_context(library_settings())
-        bars = opened.enter_context(progress_bars(shown=progress))
-        conversion = _Conversion(inputs, parts, select, options, bars)
-        if resume and not all(source.identity() for source in inputs):
+        bars = opened.enter_context(progress_bars(shown=progress, unit="rows"))
+        conversion = _Conversion(found, select, options, bars)
+        if resume and found.identity is None:
             raise OptionError("converting an AnnData in memory cannot be resumed: run it again without resume")
         results = conversion.results_at(destination) if resume and not overwrite else None
         already_complete = results is not None
         if results is None:
-            journal = conversion.journal_to_resume(destination) if resume else None
-            destination.check(overwrite=overwrite or journal is not None)
-            matrices = [
-                (part, opened.enter_context(matrix))
-                for part in parts
-                for matrix in part.content.matrices(options.window)
-            ]
-            results = conversion.carry_out(destination, matrices, journal)
+            resuming = resume and conversion.is_unfinished_at(destination)
+            replaces = destination.check(overwrite=overwrite or resuming)
+            if replaces and not resuming:
+                conversion.rehearse()
+            results = conversion.carry_out(destination, resuming=resuming)
         return ConversionReport(
-            sources=[source.name for source in inputs],
+            sources=found.names,
             destination=destination.location.url,
-            rows=parts[0].content.n_rows,
-            genes=len(parts[0].content.var),
-            bytes_in=sum(source.bytes_in for source in inputs),
+            rows=found.parts[0].content.n_rows,
+            genes=len(found.parts[0].content.var),
+            bytes_in=found.bytes_in,
             bytes_out=sum(destination.objects().values()),
             seconds=time.perf_counter() - started,
             already_complete=already_complete,
@@ -201,54 +193,79 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
         )
 
 
-def _changes(matrix: SourceMatrix, scan: MatrixScan) -> dict[str, str]:
-    """The dtypes of the arrays of a matrix that get another one."""
-    found = {
-        f"{matrix.name}/data": (matrix.dtype, scan.data),
-        f"{matrix.name}/indices": (matrix.genes_dtype, scan.indices),
-    }
-    if matrix.encoding == "dense":
-        found = {matrix.name: (matrix.dtype, scan.data)}
-    return {name: f"{before} -> {after}" for name, (before, after) in found.items() if before != after}
+def refuse_overlap(sources: Sequence[str], location: Location) -> None:
+    """Raises OptionError if a source and the destination are the same, or if one contains the other."""
+    for source in sources:
+        if ("://" in source or source.startswith("/") or Path(source).exists()) and not _is_apart(source, location):
+            raise OptionError(
+                f"cannot convert {source} to {location.url}: one lies within the other. Choose another destination"
+            )
+
+
+def _is_apart(source: str, location: Location) -> bool:
+    if "://" in source or location.scheme != "file":
+        one, other = (f"{url.rstrip('/')}/" for url in (source, location.url))
+        return not one.startswith(other) and not other.startswith(one)
+    path, destination = Path(source).resolve(), Path(location.path).resolve()
+    return path != destination and path not in destination.parents and destination not in path.parents
 
 
 class _Conversion:
-    """The two passes over the content of the sources, which is stored in parts, and what identifies the conversion."""
+    """The pass over what was opened, and what identifies the conversion."""
 
-    def __init__(
-        self, inputs: Sequence[Input], parts: Sequence[Part], select: Selection, options: ConvertOptions, bars: Bars
-    ) -> None:
-        self._inputs, self._parts, self._select = inputs, parts, select
+    def __init__(self, opened: Opened, select: Selection, options: ConvertOptions, bars: Bars) -> None:
+        self._opened, self._parts, self._select = opened, opened.parts, select
         self._options, self._bars = options, bars
-        self._of = listed((source.name for source in inputs), 3)
+        self._of = listed(opened.names, 3)
 
-    def carry_out(
-        self, destination: Destination, matrices: Sequence[tuple[Part, SourceMatrix]], journal: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """Converts, from the beginning or from where the run of `journal` stopped. Returns fields of the report."""
-        self._require_x(matrices)
-        scans: list[MatrixScan] = []
-        if journal is None:
+    def rehearse(self) -> None:
+        """Reads everything once. Raises the errors of the sources, before an old store is deleted."""
+        for part in self._parts:
+            root = zarr.create_group(MetadataStore(), zarr_format=3)
+            ElementWriter(root, self._options, of=self._of).write_content(part.content)
+            for matrix in part.content.matrices():
+                advance = self._bars.add(f"reading {part.at(matrix.name)}", matrix.n_rows)
+                with matrix:
+                    for window in matrix.windows():
+                        advance(len(window.lengths))
+
+    def carry_out(self, destination: Destination, *, resuming: bool) -> dict[str, Any]:
+        """Converts, from the beginning or from where another run stopped. Returns fields of the report."""
+        with (
+            destination.replaced({"identity": self._identity()}, resuming=resuming) as store,
+            damage_of_sources(),
+        ):
+            existing, groups = frozenset(destination.objects()) if resuming else frozenset(), {}
             for part in self._parts:
-                DryRunWriter(self._options, of=self._of).write_content(part.content)
-            with destination.claimed():
-                for part, matrix in matrices:
-                    advance = self._bars.add(f"reading {part.at(matrix.name)}", matrix.n_rows)
-                    keep = keeps_dtype(matrix, self._options)
-                    scans.append(scan_matrix(matrix, keep_dtype=keep, advance=advance))
-        else:
-            scans = [MatrixScan.of_record(journal["scans"][part.at(matrix.name)]) for part, matrix in matrices]
-        scanned = [(part, matrix, scan) for (part, matrix), scan in zip(matrices, scans, strict=True)]
-        new_journal = {
-            "identity": self._identity(),
-            "scans": {part.at(matrix.name): scan.record() for part, matrix, scan in scanned},
-        }
-        with destination.replaced(new_journal, resuming=journal is not None) as store:
-            root = self.write(destination, store, scanned)
-            results = self._results(scanned)
-            root.attrs["zloader"] = {
-                "version": importlib.metadata.version("zloader"),
-                "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
+                group = zarr.create_group(store, path=part.path, zarr_format=3, attributes=dict(part.attributes))
+                ElementWriter(group, self._options, of=self._of).write_content(part.content)
+                groups[part.path] = group
+            results: dict[str, Any] = {"values": 0, "dtypes_changed": {}, "rows_made_canonical": {}}
+            with threads(destination.location.url) as pool:
+                for part in self._parts:
+                    writer = MatrixWriter(
+                        root=groups[part.path],
+                        destination=destination,
+                        options=self._options,
+                        threads=pool,
+                        bars=self._bars,
+                        existing=existing,
+                    )
+                    for matrix in part.content.matrices():
+                        with matrix:
+                            stored = writer.store(matrix)
+                        results["values"] += stored.n_values if matrix.name == "X" else 0
+                        changes = stored.changes(matrix)
+                        results["dtypes_changed"] |= {part.at(name): change for name, change in changes.items()}
+                        if stored.mended:
+                            results["rows_made_canonical"][part.at(matrix.name)] = stored.mended
+            results["dropped"] = [part.at(path) for part in self._parts for path in part.content.dropped]
+            groups[""].attrs["zloader"] = {
+                "version": __version__,
+                "sources": [
+                    {"label": label, "rows": n_rows}
+                    for label, n_rows in zip(self._opened.labels, self._opened.n_rows, strict=False)
+                ],
                 "select": self._select.recorded(),
                 "shuffle_seed": self._options.shuffle_seed,
                 **({} if self._options.order is None else {"order": SOURCE_ROW}),
@@ -256,51 +273,6 @@ class _Conversion:
             }
             zarr.consolidate_metadata(store)
         return results
-
-    def _require_x(self, matrices: Sequence[tuple[Part, SourceMatrix]]) -> None:
-        """Raises SourceError for an AnnData without X."""
-        if len(self._parts) > 1 or (matrices and matrices[0][1].name == "X"):
-            return
-        source = self._inputs[0]
-        layers = ", ".join(f"layers/{layer}" for layer in source.keys("layers")) or "no layers either"
-        raise SourceError(
-            f"{source.name} has no X, so there is nothing to train on. It holds: {layers}. Choose another "
-            "matrix as X with select=zl.Selection(x=...) (--x)"
-        )
-
-    def _results(self, scanned: Sequence[tuple[Part, SourceMatrix, MatrixScan]]) -> dict[str, Any]:
-        changes = {
-            part.at(name): dtypes for part, matrix, scan in scanned for name, dtypes in _changes(matrix, scan).items()
-        }
-        return {
-            "values": sum(scan.n_values for _, matrix, scan in scanned if matrix.name == "X"),
-            "dtypes_changed": changes,
-            "rows_made_canonical": {part.at(matrix.name): scan.mended for part, matrix, scan in scanned if scan.mended},
-            "dropped": [part.at(path) for part in self._parts for path in part.content.dropped],
-        }
-
-    def write(
-        self, destination: Destination, store: PendingStore, scanned: Sequence[tuple[Part, SourceMatrix, MatrixScan]]
-    ) -> zarr.Group:
-        """The second pass: writes the small elements, then every matrix. Returns the root."""
-        existing, groups = destination.objects(), {}
-        for part in self._parts:
-            group = zarr.create_group(store, path=part.path, zarr_format=3, attributes=dict(part.attributes))
-            ElementWriter(group, self._options, of=self._of).write_content(part.content)
-            groups[part.path] = group
-        with threads(destination.location.url) as pool:
-            for part, matrix, scan in scanned:
-                writer = MatrixWriter(
-                    root=groups[part.path],
-                    location=destination.location,
-                    options=self._options,
-                    threads=pool,
-                    bars=self._bars,
-                    create_object=destination.create_object,
-                    existing=existing,
-                )
-                writer.store(matrix, scan)
-        return groups[""]
 
     # --- What it was made from
 
@@ -310,12 +282,14 @@ class _Conversion:
         del options["memory"], options["window_bytes"], options["order"]
         if self._options.order is not None:
             options["order"] = hashlib.sha256(np.asarray(self._options.order).tobytes()).hexdigest()[:32]
-        renamed = [json.dumps(source.genes_by, sort_keys=True) for source in self._inputs]
+        genes_by = None
+        if self._select.genes_by is not None:  # which may be a function
+            genes_by = [_digest(json.dumps(list(map(str, part.content.var.index)))) for part in self._parts]
         whole = {
-            "version": importlib.metadata.version("zloader"),
+            "version": __version__,
             "chunk_form": CHUNK_FORM,
-            "sources": [source.identity() | {"label": source.label} for source in self._inputs],
-            "select": self._select.plain([_digest(by) for by in renamed] if set(renamed) != {"null"} else None),
+            "sources": [self._opened.identity, list(self._opened.labels)],
+            "select": self._select.plain(genes_by),
             "options": options,
         }
         plain: dict[str, Any] = json.loads(json.dumps(whole, default=list))
@@ -335,19 +309,22 @@ class _Conversion:
         if not finished:
             return None
         differing = [part for part, digest in self._record().items() if finished.get("record", {}).get(part) != digest]
+        if differing and destination.journal() is not None:  # an old store that was about to be replaced
+            return None
         if differing:
             raise StoreExistsError(
                 f"there is already a store at {destination.location.url}, made by another conversion: "
                 f"{', '.join(differing)} differ. Pass overwrite=True (--overwrite) to replace it"
             )
+        destination.settle()
         results: dict[str, Any] = finished["results"]
         return results
 
-    def journal_to_resume(self, destination: Destination) -> dict[str, Any] | None:
-        """The journal of an interrupted run of this conversion, or None. Raises StoreError if it was another one."""
+    def is_unfinished_at(self, destination: Destination) -> bool:
+        """Whether an interrupted run of this conversion is there. Raises StoreError if it was another one."""
         journal = destination.journal()
         if journal is None:
-            return None
+            return False
         before, now = journal["identity"], self._identity()
         differing = [part for part in now if before.get(part) != now[part]]
         if differing:
@@ -356,7 +333,7 @@ class _Conversion:
                 f"{', '.join(differing)} differ ({_difference(before.get(differing[0]), now[differing[0]])}). Repeat "
                 "the original arguments, or convert again without --resume"
             )
-        return journal
+        return True
 
 
 def _digest(text: str) -> str:

@@ -62,19 +62,16 @@ class Matrix(ABC):
     def rows(self, start: int, stop: int) -> Window:
         """Some consecutive rows."""
         found, row = [], start
-        for window in self.windows(start):
+        for window in self.windows(start) if start < stop else ():
             found.append(window.between(0, stop - row))
             row += len(found[-1].lengths)
             if row >= stop:
                 break
-        if not found:
-            return Window(
-                lengths=np.zeros(0, np.int64), genes=np.zeros(0, self.genes_dtype), values=np.zeros(0, self.dtype)
-            )
-        lengths, genes, values = (
-            np.concatenate([getattr(window, name) for window in found]) for name in ("lengths", "genes", "values")
-        )
-        return Window(lengths=lengths, genes=genes, values=values, mended=sum(window.mended for window in found))
+        return joined(found, self)
+
+    def sample(self) -> Iterator[Window]:
+        """Some rows from all over the matrix, if they can be read without reading all."""
+        return iter(())
 
     def close(self) -> None:  # noqa: B027
         """Frees temporary files and memory."""
@@ -84,6 +81,13 @@ class Matrix(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def joined(windows: Sequence[Window], matrix: Matrix) -> Window:
+    """Consecutive windows of a matrix as one."""
+    empty = {"lengths": np.zeros(0, np.int64), "genes": np.zeros(0, np.int64), "values": np.zeros(0, matrix.dtype)}
+    parts = {name: np.concatenate([getattr(window, name) for window in windows] or [of]) for name, of in empty.items()}
+    return Window(**parts, mended=sum(window.mended for window in windows))
 
 
 class Content(ABC):

@@ -14,6 +14,7 @@ import contextlib
 import io
 import math
 import struct
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,10 @@ def open_hdf5(file: io.RawIOBase, url: str, advice: str) -> Group:
     return Group(root, "", opened)
 
 
+class NotInPlaceError(FormatError):
+    """Something of a file cannot be read where it lies, although libhdf5 may read it."""
+
+
 class _Opened:
     """An open file. All of its nodes hold it."""
 
@@ -54,7 +59,7 @@ class _Opened:
         self._url, self._advice = url, advice
 
     def refused(self, path: str, why: str) -> FormatError:
-        return FormatError(f"{path} of {self._url} cannot be read in place: {why}. {self._advice}")
+        return NotInPlaceError(f"{path} of {self._url} cannot be read in place: {why}. {self._advice}")
 
     @contextlib.contextmanager
     def describing(self, path: str) -> Iterator[None]:
@@ -326,7 +331,9 @@ def _base_address(file: h5py.File) -> int:
     """What is to be added to offsets of chunks: the size of the user block, if this version of HDF5 leaves it out."""
     if not file.userblock_size:
         return 0
-    with h5py.File("probe", "w", driver="core", backing_store=False, userblock_size=512) as probe:
+    with h5py.File(
+        f"probe-{threading.get_ident()}", "w", driver="core", backing_store=False, userblock_size=512
+    ) as probe:
         probe.create_dataset("x", data=np.arange(97, dtype=np.int32), chunks=(97,))
         probe.flush()
         found = probe["x"].id.get_chunk_info(0).byte_offset

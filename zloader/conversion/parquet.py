@@ -15,24 +15,25 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
+from zloader.access.location import Location, location_of
+from zloader.access.stored_objects import StoredObject
 from zloader.common.deferred import Deferred
 from zloader.common.errors import OptionError, SourceError, StoreError
 from zloader.common.locks import cached_property
 from zloader.common.messages import listed, warn_user
 from zloader.common.options import MiB
 from zloader.common.records import Rows
-from zloader.conversion.sources.anndata_input import Input
-from zloader.conversion.sources.locations import BlockCache, Objects, SourceLocation, source_locations
-from zloader.conversion.sources.nodes import reading
-from zloader.conversion.sources.row_source import MOST_BYTES, RowInput
+from zloader.conversion.nodes import reading, require_text
+from zloader.conversion.remote_file import BlockCache, RemoteFile
+from zloader.conversion.rows import MOST_BYTES
 
 pa, pc, pq = Deferred("pyarrow"), Deferred("pyarrow.compute"), Deferred("pyarrow.parquet")
 
@@ -91,41 +92,48 @@ class Parquet:
         if not isinstance(self.url, (str, os.PathLike)) and not self.url:
             raise OptionError("the list of Parquet files is empty: pass at least one")
 
-    def open(self, storage_options: Mapping[str, Any]) -> Input:
-        """Opens the files with these fsspec options. Reads only footers and the genes. Raises SourceError."""
+    def open(self, storage_options: Mapping[str, Any]) -> ListRows:
+        """Opens the files with these options. Reads only footers and the genes. Raises SourceError."""
         try:
             importlib.import_module("pyarrow.parquet")
         except ImportError as error:
             raise SourceError(f'{self.url} is read by pyarrow: pip install "zloader[parquet]" ({error})') from error
         given = [self.url] if isinstance(self.url, (str, os.PathLike)) else list(self.url)
-        places = [each for url in given for place in source_locations(url, storage_options) for each in _files(place)]
-        genes = [] if self.gene_metadata is None else source_locations(self.gene_metadata, storage_options)
+        found = [
+            each for url in given for place in location_of(url, storage_options).matches() for each in _files(place)
+        ]
+        places = [place for place, _ in found]
+        genes = [] if self.gene_metadata is None else location_of(self.gene_metadata, storage_options).matches()
         with ThreadPoolExecutor(_FOOTERS, thread_name_prefix="zloader-footers") as threads:
-            files = list(threads.map(ListFile.read, places))
+            files = list(threads.map(ListFile.read, places, [stored.size for _, stored in found]))
         columns = (*_list_columns(files[0], self.lists), _index_column(files[0], self.obs_names))
-        objects = [(place.label, size, tag) for place in [*places, *genes] for _, size, tag in place.objects()]
-        source = ListRows(files, columns, *_gene_axis(files, columns[0], genes, self.gene_id), objects=objects)
+        found += [_files(place)[0] for place in genes]
+        objects = [(place.url.rpartition("/")[2], each.size, each.tag, each.stamp) for place, each in found]
+        source = ListRows(files, columns, *_gene_axis(files, columns[0], genes, self.gene_id))
+        source.bytes_in = sum(stored.size for _, stored in found)
         source.fingerprint = hashlib.sha256(repr((objects, columns, self.gene_id)).encode()).hexdigest()[:32]
         return source
 
 
-def _files(place: SourceLocation) -> list[SourceLocation]:
+def _files(place: Location) -> list[tuple[Location, StoredObject]]:
     """A file, or the Parquet files of a directory in the order of their names."""
-    if place.entry()["type"] != "directory":
-        return [place]
-    files = [place.below(name) for name in place.names() if name.endswith(".parquet")]
-    if not files:
-        raise SourceError(f"{place.name} has no .parquet file: name the directory that has them, or a glob")
-    return files
+    objects = place.listing()
+    if objects.keys() == {""}:
+        return [(place, objects[""])]
+    names = sorted(key for key in objects if key.endswith(".parquet") and "/" not in key)
+    if not names:
+        raise SourceError(f"{place.url} has no .parquet file: name the directory that has them, or a glob")
+    return [(replace(place, url=f"{place.url.rstrip('/')}/{name}"), objects[name]) for name in names]
 
 
-def _opened(place: SourceLocation, cache: BlockCache, dictionaries: Sequence[str] = ()) -> Any:
+def _opened(place: Location, cache: BlockCache, size: int, dictionaries: Sequence[str] = ()) -> Any:
     """A Parquet file. A context manager. Of a row group, which may be large, it reads a MiB per column at a time.
 
     `dictionaries` are the paths of columns of text that are read as dictionaries.
     """
-    with reading(place.name, "cannot be opened as Parquet", needs=_NEEDS):
-        return pq.ParquetFile(place.file(cache), buffer_size=MiB, read_dictionary=list(dictionaries))
+    with reading(place.url, "cannot be opened as Parquet", needs=_NEEDS):
+        file = place.path if place.scheme == "file" else RemoteFile(place, size, cache)
+        return pq.ParquetFile(file, buffer_size=MiB, read_dictionary=list(dictionaries))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +143,8 @@ class ListFile:
     `n_values` is the most that a column of lists can have.
     """
 
-    place: SourceLocation
+    place: Location
+    n_bytes: int
     types: Mapping[str, Any]
     leaves: Sequence[str]
     groups: Rows
@@ -143,9 +152,9 @@ class ListFile:
     n_values: int
 
     @classmethod
-    def read(cls, place: SourceLocation) -> ListFile:
+    def read(cls, place: Location, n_bytes: int) -> ListFile:
         """Reads the footer. Raises SourceError."""
-        with _opened(place, BlockCache(max_blocks=2)) as file, reading(place.name, needs=_NEEDS):
+        with _opened(place, BlockCache(max_blocks=2), n_bytes) as file, reading(place.url, needs=_NEEDS):
             schema, footer = file.schema_arrow, file.metadata
             groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
             values = [max(group.column(i).num_values for i in range(group.num_columns)) for group in groups]
@@ -153,7 +162,8 @@ class ListFile:
             types = dict(zip(schema.names, map(_common_type, schema.types), strict=True))
             leaves = [footer.schema.column(number).path for number in range(footer.num_columns)]
         n_rows = int(rows.sum())
-        return cls(place=place, types=types, leaves=leaves, groups=rows, n_rows=n_rows, n_values=sum(values))
+        sizes = {"n_bytes": n_bytes, "n_rows": n_rows, "n_values": sum(values)}
+        return cls(place=place, types=types, leaves=leaves, groups=rows, **sizes)
 
     def list_kind(self, name: str) -> str:
         """The kind of numbers or text that the lists of a column hold, as numpy calls it; "" for everything else."""
@@ -171,7 +181,7 @@ class ListFile:
             leaf for name in lists if self.list_kind(name) == "U" for leaf in self.leaves if leaf.startswith(f"{name}.")
         ]
         groups = range(group, len(self.groups))
-        with _opened(self.place, BlockCache(), text) as source:
+        with _opened(self.place, BlockCache(), self.n_bytes, text) as source:
             # pyarrow cannot read dictionaries in lists beyond the end of a row group.
             for part in [[each] for each in groups] if text else [groups]:
                 yield from source.iter_batches(rows, row_groups=part, columns=list(lists))
@@ -195,27 +205,27 @@ def _list_columns(file: ListFile, given: tuple[str, str] | None) -> tuple[str, s
     if found is None or not set(found) <= set(file.types):
         wanted = "genes and expressions" if given is None else listed(given)
         raise SourceError(
-            f"{file.place.name} has no columns {wanted}: name the two columns of lists, of genes and of their values, "
+            f"{file.place.url} has no columns {wanted}: name the two columns of lists, of genes and of their values, "
             f"with zl.Parquet(..., lists=(GENES, VALUES)) (--lists GENES,VALUES). It has {listed(file.types)}"
         )
     for name, kinds in zip(found, ("iuU", "iuf"), strict=True):
         if file.list_kind(name) not in [*kinds]:
             what = "integers or text, the ids or names of genes" if "U" in kinds else "numbers"
-            raise SourceError(f"{file.place.name}: column {name!r} is {file.types[name]}, but must be lists of {what}")
+            raise SourceError(f"{file.place.url}: column {name!r} is {file.types[name]}, but must be lists of {what}")
     return found
 
 
 def _index_column(file: ListFile, given: str | None) -> str | None:
     if given is not None and (given not in file.types or file.list_kind(given)):
-        raise SourceError(f"{file.place.name} has no column {given!r} with names of cells: it has {listed(file.types)}")
+        raise SourceError(f"{file.place.url} has no column {given!r} with names of cells: it has {listed(file.types)}")
     return given or (_PANDAS_INDEX if _PANDAS_INDEX in file.types else None)
 
 
 def _gene_axis(
-    files: Sequence[ListFile], lists: str, genes: Sequence[SourceLocation], gene_id: str | None
+    files: Sequence[ListFile], lists: str, genes: Sequence[Location], gene_id: str | None
 ) -> tuple[pd.DataFrame, GeneLookup]:
     """var, and what finds the genes of a column of lists in it. Raises SourceError."""
-    are_names, name = files[0].list_kind(lists) == "U", listed((file.place.name for file in files), 1)
+    are_names, name = files[0].list_kind(lists) == "U", listed((file.place.url for file in files), 1)
     if not genes and not are_names:
         raise SourceError(
             f"{name} has only the ids of genes: name the Parquet file with their names with "
@@ -225,12 +235,13 @@ def _gene_axis(
         found = _names_in(_batches(files, lists), f"{name}: column {lists!r}")
         return pd.DataFrame(index=pd.Index(found, dtype=object)), _by_name(found, name)
     (place,) = genes
-    with _opened(place, BlockCache(max_blocks=2)) as file, reading(place.name, needs=_NEEDS):
+    size = _files(place)[0][1].size
+    with _opened(place, BlockCache(max_blocks=2), size) as file, reading(place.url, needs=_NEEDS):
         frame = file.read().to_pandas()
     column = _text_column(frame, files, lists, place, gene_id) if are_names else _id_column(frame, place, gene_id)
-    at = f"{place.name}: {column}"
+    at = f"{place.url}: {column}"
     lookup = _by_name(frame[column].tolist(), at) if are_names else _by_id(frame[column].to_numpy(), at)
-    return frame.set_index(_gene_names(frame, place.name)[0]), lookup
+    return frame.set_index(_gene_names(frame, place.url)[0]), lookup
 
 
 def _gene_names(frame: pd.DataFrame, at: str) -> list[str]:
@@ -244,32 +255,32 @@ def _gene_names(frame: pd.DataFrame, at: str) -> list[str]:
 
 def _batches(files: Sequence[ListFile], lists: str) -> Iterator[Any]:
     for file in files:
-        with reading(f"{file.place.name}: column {lists!r}", needs=_NEEDS):
+        with reading(f"{file.place.url}: column {lists!r}", needs=_NEEDS):
             yield from file.batches([lists], _BATCH)
 
 
-def _id_column(frame: pd.DataFrame, place: SourceLocation, gene_id: str | None) -> str:
+def _id_column(frame: pd.DataFrame, place: Location, gene_id: str | None) -> str:
     integers = [name for name in frame if frame[name].dtype.kind in "iu"]
     column = next((name for name in _IDS if name in integers), None) if gene_id is None else gene_id
     if column is None or column not in integers:
         raise SourceError(
-            f"{place.name} has no column {column or 'token_id'!r} of integers, the ids of genes: name it with "
+            f"{place.url} has no column {column or 'token_id'!r} of integers, the ids of genes: name it with "
             f"zl.Parquet(..., gene_id=...) (--gene-id NAME). It has {listed(frame)}"
         )
     return column
 
 
 def _text_column(
-    frame: pd.DataFrame, files: Sequence[ListFile], lists: str, place: SourceLocation, gene_id: str | None
+    frame: pd.DataFrame, files: Sequence[ListFile], lists: str, place: Location, gene_id: str | None
 ) -> str:
     """The column with the names that are in lists: the first that has those of the first cells."""
     if gene_id is None:
-        unique = _gene_names(frame, place.name)
+        unique = _gene_names(frame, place.url)
         first = _names_in(itertools.islice(_batches(files, lists), 1), "")
         return next((name for name in unique if set(first) <= set(frame[name])), unique[0])
     if gene_id not in frame or pd.api.types.infer_dtype(frame[gene_id], skipna=False) != "string":
         raise SourceError(
-            f"{place.name} has no column {gene_id!r} of text, the names of genes in {lists!r}: name another one with "
+            f"{place.url} has no column {gene_id!r} of text, the names of genes in {lists!r}: name another one with "
             f"zl.Parquet(..., gene_id=...) (--gene-id NAME). It has {listed(frame)}"
         )
     return gene_id
@@ -325,8 +336,14 @@ def _require_unique(values: Sequence[Any], at: str) -> None:
             raise SourceError(f"{at} {value} in row {row} is given to an earlier gene, too")
 
 
-class ListRows(RowInput):
-    """The rows of files. `columns` are those of genes, values and names of cells (None: numbers). The rest is obs."""
+class ListRows:
+    """The rows of files. `columns` are those of genes, values and names of cells (None: numbers). The rest is obs.
+
+    A context manager: on exit it frees the temporary file of obs.
+    """
+
+    bytes_in = 0
+    fingerprint = ""
 
     def __init__(
         self,
@@ -334,25 +351,21 @@ class ListRows(RowInput):
         columns: tuple[str, str, str | None],
         var: pd.DataFrame,
         positions: GeneLookup,
-        *,
-        objects: Objects,
     ) -> None:
         places, first = [file.place for file in files], files[0].types
         for file in files:
             for name in {**first, **file.types}:
                 if (one := file.types.get(name, "missing")) != (two := first.get(name, "missing")):
                     raise SourceError(
-                        f"{file.place.name}: column {name!r} is {one}, but {two} in {places[0].name}: convert files "
+                        f"{file.place.url}: column {name!r} is {one}, but {two} in {places[0].url}: convert files "
                         "with the same columns together"
                     )
-        label = places[0].label if len(places) == 1 else places[0].path.split("/")[-2]
-        super().__init__(
-            listed((place.name for place in places), 1),
-            label,
-            var,
-            obs_columns=[name for name in first if name not in columns],
-            objects=objects,
-        )
+        *above, last = places[0].url.split("/")
+        self.name = listed((place.url for place in places), 1)
+        self.label = last.removesuffix(".parquet") if len(places) == 1 else above[-1]
+        self.var, self.n_genes = var, len(var)
+        self.obs_columns = [name for name in first if name not in columns]
+        require_text(f"obs of {self.name}", self.obs_columns)
         self._files, self._lists, self._index, self._positions = files, columns[:2], columns[2], positions
         self.n_rows = sum(file.n_rows for file in files)
         self.n_values = sum(file.n_values for file in files)
@@ -391,13 +404,16 @@ class ListRows(RowInput):
     def _obs_of_groups(self, names: list[str]) -> Iterator[Any]:
         for file in self._files:
             cache = BlockCache(block_bytes=MiB // 8, max_blocks=64)  # the lists lie between the other columns
-            with _opened(file.place, cache) as source:
+            with _opened(file.place, cache, file.n_bytes) as source:
                 for number in range(len(file.groups)):
-                    with reading(f"{file.place.name}: row group {number}", needs=_NEEDS):
+                    with reading(f"{file.place.url}: row group {number}", needs=_NEEDS):
                         table = source.read_row_group(number, columns=names).select(names)
                     yield table
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if "_obs" in vars(self):
             vars(self).pop("_obs").close(force=True)
 
@@ -414,13 +430,13 @@ class ListRows(RowInput):
         rows = max(1, MOST_BYTES * file.n_rows // max(1, _VALUE_BYTES * file.n_values))
         batches = file.batches(self._lists, rows, group)
         while True:
-            with reading(f"{file.place.name}: row {row} and those after it", needs=_NEEDS):
+            with reading(f"{file.place.url}: row {row} and those after it", needs=_NEEDS):
                 batch = next(batches, None)
             if batch is None:
                 break
             left_out = min(max(0, skipped - row), len(batch))
             if left_out < len(batch):
-                yield self._counts(batch.slice(left_out), file.place.name, row + left_out)
+                yield self._counts(batch.slice(left_out), file.place.url, row + left_out)
             row += len(batch)
 
     def _counts(self, batch: Any, file: str, row: int) -> Any:

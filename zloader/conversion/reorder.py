@@ -27,15 +27,10 @@ from zloader.common.compiled import compiled, load_compiler
 from zloader.common.errors import StoreError
 from zloader.common.options import MiB
 from zloader.common.records import Rows
-from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.windows import (
-    CompressedArrays,
-    SourceMatrix,
-    Window,
-    canonical,
-    skip_rows,
-    split_rows,
-)
+from zloader.conversion.compressed import CompressedArrays, skip_rows
+from zloader.conversion.nodes import Node
+from zloader.conversion.port import Matrix, Window
+from zloader.conversion.rows import canonical, split_rows
 from zloader.reading.gather import indptr_of
 from zloader.reading.loops import copy_rows
 
@@ -152,20 +147,20 @@ def applied_in_background(items: Iterator[Item], do: Callable[[Item], None]) -> 
             job.result()
 
 
-class CscMatrix(SourceMatrix):
+class CscMatrix(Matrix):
     """A CSC matrix, transposed through temporary files that take the values and 4 (or 8) more bytes per value.
 
     Memory is bounded by a few `window_bytes`. A window has at most `window_bytes`, or a single row.
     """
 
-    encoding = "csc"
+    dense = False
 
     def __init__(self, node: Node, name: str, *, shape: tuple[int, int], window_bytes: int) -> None:
         super().__init__(name, n_rows=shape[0], n_genes=shape[1])
         self._stored = CompressedArrays(node, axes=("gene", "row"), major=shape[1], minor=shape[0])
         self.n_stored: int = self._stored.n_values
         self.dtype = self._stored.dtype
-        self.genes_dtype, self.indptr_dtype = self._stored.genes_dtype, self._stored.indptr_dtype
+        self.genes_dtype = self._stored.genes_dtype
         self._bits = np.dtype(f"u{self.dtype.itemsize}")  # values are only moved, and numba has no float16
         self._genes = smallest_index(self.n_genes)
         element_bytes = self.dtype.itemsize + self._genes.itemsize
@@ -302,7 +297,7 @@ def _scatter_elements(
             out_values[at] = values[i]
 
 
-class ShuffledMatrix(SourceMatrix):
+class ShuffledMatrix(Matrix):
     """The rows of `inner`, permuted: row r becomes row `permutation([r])` of the result.
 
     With `columns`, the columns of a square matrix are permuted in the same way. Memory is bounded by a few
@@ -311,17 +306,17 @@ class ShuffledMatrix(SourceMatrix):
     """
 
     def __init__(
-        self, inner: SourceMatrix, permutation: Permutation, *, window_bytes: int = 64 * MiB, columns: bool = False
+        self, inner: Matrix, permutation: Permutation, *, window_bytes: int = 64 * MiB, columns: bool = False
     ) -> None:
         super().__init__(inner.name, n_rows=inner.n_rows, n_genes=inner.n_genes)
-        self.encoding = "dense" if inner.encoding == "dense" else "csr"
+        self.dense = inner.dense
         self.n_stored: int = _counted(inner) if inner.n_stored is None else inner.n_stored
         self.dtype = inner.dtype
-        self.genes_dtype, self.indptr_dtype = inner.genes_dtype, inner.indptr_dtype
+        self.genes_dtype = inner.genes_dtype
         self._inner, self._permutation, self._columns = inner, permutation, columns
         # Values are only moved, so any type of their size works: numba has no float16.
         stored = [np.dtype(f"u{self.dtype.itemsize}"), smallest_index(self.n_genes)]
-        self._stored = stored[:1] if self.encoding == "dense" else stored
+        self._stored = stored[:1] if self.dense else stored
         self._element_bytes = sum(dtype.itemsize for dtype in self._stored)
         self._window_bytes = window_bytes
         self._bucket_rows = rows_per_bucket(
@@ -331,12 +326,12 @@ class ShuffledMatrix(SourceMatrix):
         )
         self._n_buckets = -(-self.n_rows // self._bucket_rows)
         self._spills: tuple[Spill, ...] = ()  # rows (position, length) and elements (value, gene)
-        self._section: list[Window] = []  # windows of the section being read
+        self._section: list[tuple[Rows, Window]] = []  # positions and windows of the section being read
         self._section_bytes = 0
         self._is_complete = False
 
-    def first_pass(self) -> Iterator[Window]:
-        """Yields the rows in source order, with their positions in the result, and writes the temporary files."""
+    def _partition(self) -> None:
+        """Writes the temporary files."""
         self._free()
         spill = partial(
             Spill,
@@ -345,12 +340,13 @@ class ShuffledMatrix(SourceMatrix):
             takes_bytes=self.n_stored * self._element_bytes + self.n_rows * 16,
         )
         self._spills = (spill([np.int64, np.int64]), spill(self._stored))
-        yield from applied_in_background(self._permuted(), self._add)
+        for _ in applied_in_background(self._permuted(), self._add):
+            pass
         self._write_section()
         self._is_complete = True
         self._inner.close()  # its temporary files are no longer needed
 
-    def _permuted(self) -> Iterator[Window]:
+    def _permuted(self) -> Iterator[tuple[Rows, Window]]:
         n_rows = 0
         for window in self._inner.windows():
             rows = np.arange(n_rows, n_rows + len(window.lengths))
@@ -359,11 +355,12 @@ class ShuffledMatrix(SourceMatrix):
                 genes = self._permutation(window.genes.astype(np.int64))
                 order = np.lexsort((genes, np.repeat(np.arange(len(window.lengths)), window.lengths)))
                 window = dataclasses.replace(window, genes=genes[order], values=window.values[order])
-            yield dataclasses.replace(window, positions=self._permutation(rows))
+            yield self._permutation(rows), window
 
-    def _add(self, window: Window) -> None:
+    def _add(self, placed: tuple[Rows, Window]) -> None:
         """Adds a window to the section, and writes the section once it is full."""
-        self._section.append(window)
+        _, window = placed
+        self._section.append(placed)
         self._section_bytes += window.values.nbytes + window.genes.nbytes + len(window.lengths) * _ROW_BYTES
         if self._section_bytes >= self._window_bytes:
             self._write_section()
@@ -373,8 +370,8 @@ class ShuffledMatrix(SourceMatrix):
         if not self._section:
             return
         rows, elements = self._spills
-        positions = np.concatenate([window.positions for window in self._section if window.positions is not None])
-        lengths = np.concatenate([window.lengths for window in self._section])
+        positions = np.concatenate([at for at, _ in self._section])
+        lengths = np.concatenate([window.lengths for _, window in self._section])
         order = np.argsort(positions)
         starts = (np.cumsum(lengths) - lengths)[order]
         positions, lengths = positions[order], lengths[order]
@@ -384,7 +381,7 @@ class ShuffledMatrix(SourceMatrix):
         rows.write(1, lengths)
         rows.end_section(cuts)
         load_compiler()  # for all sections together, there are many rows
-        columns = zip(*(self._as_stored(window.values, window.genes) for window in self._section), strict=True)
+        columns = zip(*(self._as_stored(window.values, window.genes) for _, window in self._section), strict=True)
         for column, (dtype, parts) in enumerate(zip(self._stored, columns, strict=True)):
             source = np.concatenate(parts, dtype=dtype, casting="unsafe")
             block = np.empty(max(min(_BLOCK_ELEMENTS, len(source)), lengths.max(initial=0)), dtype)
@@ -400,10 +397,9 @@ class ShuffledMatrix(SourceMatrix):
         return [values.view(self._stored[0]), genes][: len(self._stored)]
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
-        """See SourceMatrix. Reads the source first if the first pass has not been completed."""
+        """See Matrix. Reads the source first."""
         if not self._is_complete:
-            for _ in self.first_pass():
-                pass
+            self._partition()
         skipped = first_row // self._bucket_rows
         yield from skip_rows(self._gathered(skipped), first_row - skipped * self._bucket_rows)
 
@@ -428,7 +424,7 @@ class ShuffledMatrix(SourceMatrix):
         """
         n = int(lengths.sum())
         values = np.empty(n, self.dtype)
-        genes = np.empty(n, self._stored[1]) if self.encoding == "csr" else np.empty(0, np.int64)
+        genes = np.empty(n, self._stored[1]) if not self.dense else np.empty(0, np.int64)
         for rows, cuts in blocks:
             for column, out in enumerate(self._as_stored(values, genes)):
                 _scatter_rows(self._spills[1].read(column, cuts), stored[rows], starts[rows], out)
@@ -445,7 +441,7 @@ class ShuffledMatrix(SourceMatrix):
         self._section, self._section_bytes = [], 0
 
 
-def _counted(matrix: SourceMatrix) -> int:
+def _counted(matrix: Matrix) -> int:
     """The number of values of a matrix that does not tell it, without which rows cannot be dealt to buckets."""
     return sum(len(window.values) for window in matrix.windows())
 

@@ -20,7 +20,7 @@ from zloader.access.zarr_groups import UNDECODABLE
 from zloader.common.errors import CorruptChunkError, FormatError, TruncatedObjectError, ZloaderError
 from zloader.common.options import MiB
 from zloader.common.records import Span
-from zloader.conversion.writing.object_writer import translated
+from zloader.conversion.object_writer import translated
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, reads_of
 from zloader.storage.metadata import layout_of

@@ -23,10 +23,10 @@ from zarr.storage import MemoryStore
 
 from zloader.common.errors import SourceError, StoreError, ZloaderError
 from zloader.common.options import MiB
-from zloader.conversion.joining.content import Content, RearrangedContent
-from zloader.conversion.joining.union import is_storable, kind_of, storable
-from zloader.conversion.sources.nodes import require_names
-from zloader.conversion.writing.encode import ConvertOptions, grid, small_codecs
+from zloader.conversion.columns import is_storable, kind_of, storable
+from zloader.conversion.encode import ConvertOptions, grid, small_codecs
+from zloader.conversion.nodes import require_names
+from zloader.conversion.port import Content
 
 _LOSSLESS = {"O": ("string", "empty"), "S": ("bytes",), "U": ("string",)}  # by array kind, objects that read back equal
 _CHUNK_BYTES = MiB  # these arrays are read whole: few chunks, but enough to decode in several threads
@@ -65,7 +65,7 @@ class ElementWriter:
         self._options, self._of = options, of
         self._groups = {"": root}  # by path
 
-    def write_content(self, content: Content | RearrangedContent) -> None:
+    def write_content(self, content: Content) -> None:
         """Stores everything but the matrices, one obs column or element in memory at a time."""
         columns = ((name, content.obs_column(name)) for name in content.obs_columns)
         self.write_frame("obs", content.obs_names(), columns, content.obs_columns)
@@ -228,34 +228,8 @@ def _refuse_lossy(leaf: Any) -> None:
             raise SourceError(f"it holds objects ({kind}), but only text can be stored as objects: give it a dtype")
 
 
-class DryRunWriter(ElementWriter):
-    """Raises the errors of an ElementWriter without writing. Arrays that anndata can always store are skipped."""
-
-    def __init__(self, options: ConvertOptions, *, of: str) -> None:
-        """`of` names the sources in messages."""
-        super().__init__(zarr.create_group(_MetadataStore(), zarr_format=3), options, of=of)
-
-    def _write_leaf(self, path: str, element: Any) -> None:
-        if not _is_plain(element):
-            super()._write_leaf(path, element)
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether it is an array of numbers, or of text only."""
-    if isinstance(leaf, pd.Categorical):
-        return _is_plain(leaf.categories.to_numpy())
-    if type(leaf) is not np.ndarray or not leaf.ndim:
-        return False
-    if leaf.dtype == object:
-        try:
-            return all(type(text) is str and text.encode() is not None for text in leaf.flat)
-        except UnicodeEncodeError:
-            return False
-    return bool(leaf.dtype.kind in "biuf" and leaf.itemsize <= 8)  # Zarr has no long double
-
-
-class _MetadataStore(MemoryStore):
-    """A store that keeps metadata only."""
+class MetadataStore(MemoryStore):
+    """A store that keeps metadata only, for a trial."""
 
     async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
         if key.endswith("zarr.json"):

@@ -1,9 +1,8 @@
 """The destination of a conversion: checks that it may be replaced, and commits the new store atomically.
 
 A conversion writes a marker first, then the objects, then the root's `zarr.json`, and deletes the marker last. Until
-the root is written, the destination does not open as a store, and the marker allows anyone to clear it. Once the
-sources are validated, the marker is also the journal: it records the sources and options, so that the conversion can be
-resumed.
+the root is written, the destination does not open as a store, and the marker allows anyone to clear it. The marker
+records the sources and options, so that the conversion can be resumed.
 """
 
 from __future__ import annotations
@@ -31,12 +30,13 @@ from zloader.access.scheme import access_errors
 from zloader.common.errors import (
     AccessDeniedError,
     OptionError,
+    SourceError,
     StoreError,
     StoreExistsError,
     StoreNotFoundError,
 )
 from zloader.common.messages import listed
-from zloader.conversion.writing.object_writer import (
+from zloader.conversion.object_writer import (
     PARTIAL,
     ObjectWriter,
     PendingWrites,
@@ -47,6 +47,7 @@ from zloader.conversion.writing.object_writer import (
 
 _ROOT = "zarr.json"
 MARKER = "zloader.partial"
+CHECKPOINT = f"{MARKER}-"  # begins the names of objects that say how far a matrix is stored
 _ELEMENTS = ("X", "raw", "obs", "var", "obsm", "varm", "obsp", "varp", "layers", "uns", "mod", "obsmap", "varmap")
 _CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*|c")  # c/0/1 of Zarr v3, c of its scalars, 0.1 or 0/1 of v2
 _PARTIAL = re.compile(rf"(?s)(.+?)(\.[0-9a-f]{{32}})?{re.escape(PARTIAL)}")  # zarr inserts a UUID
@@ -56,7 +57,7 @@ _NOTE = "An unfinished zloader conversion: convert again, or continue it with --
 
 
 class Destination:
-    """The location of a store to write: `check` it, use `claimed` while validating the source, then `replaced`.
+    """The location of a store to write: `check` it, then use `replaced`.
 
     All methods raise AccessDeniedError, StoreNotFoundError (the bucket does not exist) or StoreError.
     """
@@ -64,8 +65,8 @@ class Destination:
     def __init__(self, location: Location) -> None:
         self.location = location
 
-    def check(self, *, overwrite: bool) -> None:
-        """Checks that the destination is empty, an unfinished conversion, or a store to overwrite.
+    def check(self, *, overwrite: bool) -> bool:
+        """Checks that the destination is empty, an unfinished conversion, or a store to overwrite: whether it is one.
 
         Raises StoreExistsError otherwise, or if there are foreign objects among the store's objects, and OptionError
         for a location inside a Zarr hierarchy.
@@ -88,6 +89,7 @@ class Destination:
             )
         if names:
             self._replaceable()
+        return bool(has_root)
 
     def _replaceable(self) -> list[str]:
         """The objects to delete before writing a new store. Raises StoreExistsError if there are foreign objects."""
@@ -106,9 +108,7 @@ class Destination:
         return journal
 
     def finished(self) -> dict[str, Any]:
-        """What a conversion recorded (`_Conversion.record`) that has finished here, or {}."""
-        if self.location.find_object(MARKER) is not None:
-            return {}
+        """What a conversion recorded (`_Conversion.record`) that has finished here, or {}. The root comes last."""
         attributes = self._document(_ROOT).get("attributes") or {}
         recorded: dict[str, Any] = attributes.get("zloader", {}).get("conversion", {})
         return recorded
@@ -117,50 +117,63 @@ class Destination:
         """The JSON object at a key; {} if there is none."""
         if self.location.find_object(key) is None:
             return {}
-        with translated(f"read {key} from", self.location.url):
-            stored = self.location.filesystem().cat_file(f"{self.location.path}/{key}")
         try:
-            document = json.loads(stored)
+            document = json.loads(self.read(key))
         except ValueError:
             return {}
         return document if isinstance(document, dict) else {}
 
     @contextlib.contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Marks the destination as being written. Existing objects stay; an error in the context removes the mark."""
-        marked = MARKER in self.objects()
-        directory = Path(self.location.path) if self.location.scheme == "file" else None
-        is_new = directory is not None and not directory.exists()
-        try:
-            self._complete(self._mark, None)
-            yield
-        except BaseException:
-            if not marked:
-                with contextlib.suppress(StoreError):  # a leftover marker is harmless, and the first error is raised
-                    self._complete(self._unmark)
-            if directory is not None and is_new:
-                with contextlib.suppress(OSError):  # no longer empty: another program has written to it
-                    directory.rmdir()
-            raise
-
-    @contextlib.contextmanager
     def replaced(self, journal: Mapping[str, Any], *, resuming: bool = False) -> Iterator[PendingStore]:
         """Deletes the old store, yields the store to fill, and commits it unless the context ends with an error.
 
-        When `resuming`, only partially written objects are deleted.
+        When `resuming`, only partially written objects are deleted. What was written is deleted after a SourceError.
         """
+        directory = Path(self.location.path) if self.location.scheme == "file" else None
+        is_new = directory is not None and not directory.exists()
         self._complete(self._drop_unfinished)
         if not resuming:
-            self._complete(self._clear)
+            if self.objects():
+                self._complete(self._mark, None)  # so that anyone may clear what is left of the old store
+                self._complete(self._clear)
             self._complete(self._mark, journal)
         store = PendingStore(self.zarr_store(), self.location.url)
         try:
             yield store
             store.commit()
-        except BaseException:
+        except BaseException as error:
             store.abandon()
+            if isinstance(error, (SourceError, OptionError)) and not resuming:
+                with contextlib.suppress(StoreError):  # what is left can be replaced, and the first error is raised
+                    self._complete(self._drop_unfinished)
+                    self._complete(self._clear)
+                    self._complete(self._unmark)
+                if directory is not None and is_new:
+                    with contextlib.suppress(OSError):  # no longer empty: another program has written to it
+                        directory.rmdir()
             raise
         self._complete(self._unmark)
+
+    def settle(self) -> None:
+        """Deletes the mark of a conversion that has finished, if it was cut off before it did so itself."""
+        if self.location.find_object(MARKER) is not None:
+            self._complete(self._unmark)
+
+    def read(self, key: str) -> bytes:
+        """The bytes of an object."""
+        with translated(f"read {key} from", self.location.url):
+            stored: bytes = self.location.filesystem().cat_file(f"{self.location.path}/{key}")
+            return stored
+
+    def put(self, key: str, stored: bytes) -> None:
+        """Stores an object, which appears at once."""
+        writer = self.create_object(key)
+        try:
+            writer.write(stored)
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
 
     def zarr_store(self) -> Store:
         """A writable zarr store."""
@@ -181,23 +194,20 @@ class Destination:
         run_to_completion(partial(write, *args), self.location.url)
 
     def _mark(self, journal: Mapping[str, Any] | None) -> None:
-        marker = json.dumps({"note": _NOTE, "journal": journal}).encode()
-        path = f"{self.location.path}/{MARKER}"
         with translated("write to", self.location.url):
             if self.location.scheme == "file":
                 self.location.filesystem().makedirs(self.location.path, exist_ok=True)
-            if journal is None:
-                self.location.filesystem().pipe_file(path, marker)
-                return
-        writer = ObjectWriter(self.location, MARKER)  # a journal must appear atomically
+        writer = ObjectWriter(self.location, MARKER)
         try:
-            writer.write(marker)
+            writer.write(json.dumps({"note": _NOTE, "journal": journal}).encode())
             writer.commit()
         except BaseException:
             writer.abort()
             raise
 
     def _unmark(self) -> None:
+        """Deletes the checkpoints and then the mark."""
+        delete_objects(self.location, [key for key in self.objects() if key.startswith(CHECKPOINT)])
         with translated("delete from", self.location.url):
             self.location.filesystem().rm_file(f"{self.location.path}/{MARKER}")
 
@@ -382,7 +392,7 @@ def _belongs(key: str, nodes: Mapping[str, bool] | None) -> bool:
     """Whether a complete object belongs to these groups and arrays; None stands for any that an AnnData may have."""
     *parts, last = key.split("/")
     if not parts:
-        return last in (MARKER, *METADATA)
+        return last in (MARKER, *METADATA) or last.startswith(CHECKPOINT)
     if parts[0] not in _ELEMENTS:
         return False
     if last in METADATA:

@@ -18,16 +18,9 @@ from pandas.api import types
 
 from zloader.common.errors import SourceError
 from zloader.selecting.columns import beyond_float64, common_integers
-from zloader.storage.metadata import stored_length
 
 NOTHING = "no values"
 _TEXT, _TRUTH, _NUMBERS = "text", "true or false", "numbers"
-_BY_ENCODING = {
-    "string-array": _TEXT,
-    "nullable-string-array": _TEXT,
-    "nullable-integer": _NUMBERS,
-    "nullable-boolean": _TRUTH,
-}
 _BY_LETTER = {"b": _TRUTH, "i": _NUMBERS, "u": _NUMBERS, "f": _NUMBERS, "c": _NUMBERS, "m": "durations", "M": "dates"}
 # By what pandas infers for an object column that has no plain dtype: its kind, and the dtype to store it in.
 _BY_OBJECTS = {
@@ -36,16 +29,6 @@ _BY_OBJECTS = {
     "integer": (_NUMBERS, "Int64"),
     "empty": (NOTHING, "string"),
 }
-
-
-def stored_kind(node: Any) -> str | None:
-    """The kind of a column in an .h5ad file or AnnData Zarr, from its metadata alone; None if they do not tell."""
-    encoding = str(node.attrs.get("encoding-type"))
-    if encoding == "categorical":
-        return stored_kind(node["categories"]) if stored_length(node["categories"].native) else NOTHING
-    if encoding == "array" and "categories" not in node.attrs:
-        return _BY_LETTER.get(node.dtype.kind)
-    return _BY_ENCODING.get(encoding)
 
 
 def kind_of(column: pd.Series | pd.Index) -> str:
@@ -81,6 +64,9 @@ def unite(columns: Sequence[pd.Series | None], lengths: Sequence[int]) -> pd.Ser
     columns = _exact(columns, lengths)
     if len({kind_of(column) for column in columns if column is not None} - {NOTHING}) > 1:
         columns = [None if column is None or column.isna().all() else column for column in columns]
+        kinds = dict.fromkeys(kind_of(column) for column in columns if column is not None)
+        if len(kinds) > 1:
+            raise SourceError(f"it holds {' and '.join(kinds)}")
     present = [column for column in columns if column is not None]
     if not present:
         return pd.Series(pd.NA, index=range(sum(lengths)), dtype="string")

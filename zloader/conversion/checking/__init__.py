@@ -1,1 +1,0 @@
-"""Verifies stores: metadata, shapes, checksums, row order, and equality with the sources."""

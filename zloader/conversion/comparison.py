@@ -1,0 +1,374 @@
+"""Compares every value of a store with its sources: two contents, window by window and element by element.
+
+Equal bits, NaNs and missing values count as equal. The first difference of each matrix, column or element is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scipy.sparse
+import zarr
+from numpy.typing import NDArray
+from zarr.storage import MemoryStore
+
+from zloader.common.errors import (
+    CorruptChunkError,
+    FormatError,
+    MissingObjectError,
+    OptionError,
+    SourceError,
+    TruncatedObjectError,
+)
+from zloader.common.progress import Bars
+from zloader.common.records import Rows
+from zloader.conversion.arranged import SOURCE_ROW
+from zloader.conversion.elements import ElementWriter
+from zloader.conversion.encode import ConvertOptions
+from zloader.conversion.hierarchy import Findings
+from zloader.conversion.port import Matrix, Opened, Part, Window
+from zloader.conversion.selection import RENAMED, Selection
+from zloader.dataset.store import OpenedStore
+from zloader.selecting.gene_names import GenesBy
+
+DAMAGED = (FormatError, CorruptChunkError, TruncatedObjectError, MissingObjectError)
+AGAINST = "against"  # the `where` of problems that concern the sources
+_TEXT = "OUST"  # kinds of arrays that hold text
+_SHOWN = 60  # characters of a value
+_GROUPS = ("layers", "obsm", "obsp", "varm", "varp", "raw/varm", "obsmap", "varmap")
+
+
+def compare(store: OpenedStore, in_store: Opened, in_sources: Opened, findings: Findings, bars: Bars) -> None:
+    """Reports the first difference of every element."""
+    _compare_sources(store.root.attrs.get("zloader", {}).get("sources"), in_sources, findings)
+    stored = {part.path: part for part in in_store.parts}
+    wanted = {part.path: part for part in in_sources.parts}
+    for path in stored.keys() - wanted.keys():
+        findings.add(path, "is in the store, but not in the sources")
+    for path, part in wanted.items():
+        kind = part.attributes["encoding-type"]
+        if path in stored and stored[path].attributes["encoding-type"] == kind:
+            _Comparison(part, stored[path], store, findings, bars).run()
+        else:
+            findings.add(path or AGAINST, f"is no {kind} in the store, but one in the sources")
+
+
+def arrangement(store: OpenedStore, in_store: Opened, genes_by: GenesBy) -> tuple[Selection, dict[str, Any]]:
+    """What was chosen of the sources of a store, and the order of the rows. Raises OptionError if `genes_by` lacks."""
+    provenance: Mapping[str, Any] = store.root.attrs.get("zloader", {})
+    content, order = in_store.parts[0].content, None
+    if provenance.get("order") is not None:  # ConvertOptions checks that it has each row once
+        order = ConvertOptions(order=content.obs_column(SOURCE_ROW).to_numpy()).order
+    chosen = dict(provenance.get("select") or {})
+    recorded = chosen.get("genes_by", chosen.pop("gene_column", None))  # its name in stores of earlier versions
+    if genes_by is None and recorded == RENAMED:
+        raise OptionError("genes were given new names, which the store does not keep: repeat genes_by (--genes-by)")
+    chosen["genes_by"] = recorded if genes_by is None else genes_by
+    if "genes" in chosen:
+        chosen["genes"] = list(content.var.index)
+    return Selection(**chosen), {"shuffle_seed": provenance.get("shuffle_seed"), "order": order}
+
+
+@contextlib.contextmanager
+def reporting(findings: Findings, where: str, said: str = "cannot be compared: ") -> Iterator[None]:
+    """Reports an error of the sources or the stored elements as a problem."""
+    try:
+        yield
+    except (SourceError, OptionError, *DAMAGED) as error:
+        findings.add(where, f"{said}{error}")
+
+
+def _compare_sources(recorded: Any, found: Opened, findings: Findings) -> None:
+    if recorded is not None and len(recorded) != len(found.n_rows):
+        labels = ", ".join(str(source["label"]) for source in recorded)
+        findings.add(AGAINST, f"the store was made from {len(recorded)} sources ({labels}), not {len(found.n_rows)}")
+    for before, name, n_rows in zip(recorded or (), found.names, found.n_rows, strict=False):
+        if before["rows"] != n_rows:
+            what = f"has {n_rows} rows, but {before['label']} had {before['rows']} when the store was made"
+            findings.add(AGAINST, f"{name} {what}")
+
+
+class _Comparison:
+    """Compares one part of a store with the part that it should be."""
+
+    def __init__(self, wanted: Part, found: Part, store: OpenedStore, findings: Findings, bars: Bars) -> None:
+        self._part, self._wanted, self._found = wanted, wanted.content, found.content
+        self._store, self._findings, self._bars = store, findings, bars
+
+    def run(self) -> None:
+        """Reports the first difference of every element."""
+        self._compare_obs()
+        self._compare_frame("var", self._wanted.var, self._found.var)
+        if self._wanted.raw_var is not None and self._found.raw_var is not None:
+            self._compare_frame("raw/var", self._wanted.raw_var, self._found.raw_var)
+        in_sources = [*self._compare_matrices(), *self._compare_elements()]
+        for path in self._stored_paths():
+            if path not in in_sources:
+                self._add(path, "is in the store, but not in the sources")
+
+    def _add(self, path: str, what: str) -> None:
+        self._findings.add(self._part.at(path), what)
+
+    def _add_all(self, found: Iterator[tuple[str, str]]) -> None:
+        for path, what in found:
+            self._add(path, what)
+
+    def _is_comparable(self, path: str) -> bool:
+        if self._part.at(path) not in self._store:
+            self._add(path, "is in the sources, but not in the store")
+            return False
+        if self._findings.any_in(self._part.at(path)):
+            self._add(path, "is damaged, so it was not compared with the sources")
+            return False
+        return True
+
+    def _compare_obs(self) -> None:
+        wanted, found = self._wanted, self._found
+        with reporting(self._findings, self._part.at("obs")):
+            names, stored = wanted.obs_names(), found.obs_names()
+            if len(names) != len(stored):
+                self._add("obs", f"has {len(stored)} rows, but {len(names)} in the sources")
+            n = min(len(names), len(stored))
+            self._add_all(element_differences("obs/_index", names[:n], stored[:n], "row"))
+            self._add_all(name_differences("obs", wanted.obs_columns, found.obs_columns))
+        for name in wanted.obs_columns if len(names) == len(stored) else ():
+            with reporting(self._findings, self._part.at(f"obs/{name}")):
+                if name in found.obs_columns and self._is_comparable(f"obs/{name}"):
+                    columns = wanted.obs_column(name), found.obs_column(name)
+                    self._add_all(element_differences(f"obs/{name}", *columns, "row"))
+
+    def _compare_frame(self, path: str, wanted: pd.DataFrame, found: pd.DataFrame) -> None:
+        with reporting(self._findings, self._part.at(path)):
+            self._add_all(element_differences(path, as_stored(wanted), found, "gene"))
+
+    def _stored_paths(self) -> list[str]:
+        """All elements of the store except obs, var, raw/var and uns, whose entries are compared one by one."""
+        below = [f"{group}/{name}" for group in _GROUPS for name in self._store.keys(self._part.at(group))]
+        return [matrix.name for matrix in self._found.matrices()] + below
+
+    def _compare_matrices(self) -> Iterator[str]:
+        stored = {matrix.name: matrix for matrix in self._found.matrices()}
+        for wanted in self._wanted.matrices():
+            path = wanted.name
+            yield path
+            with contextlib.ExitStack() as opened, reporting(self._findings, self._part.at(path)):
+                opened.enter_context(wanted)
+                if not self._is_comparable(path):
+                    continue
+                if (found := stored.get(path)) is None:
+                    self._add(path, "is no matrix in the store, but one in the sources")
+                elif self._has_its_form(wanted, opened.enter_context(found)):
+                    self._compare_matrix(wanted, found)
+
+    def _has_its_form(self, wanted: Matrix, found: Matrix) -> bool:
+        """Whether a matrix is sparse or dense, as in the sources, and has its shape. Reports also another dtype."""
+        dtype = self._store.recorded_dtypes(self._part.at(wanted.name)).get("data", str(found.dtype))
+        forms = {
+            "dtype": (dtype, str(wanted.dtype)),
+            "form": ("dense" if found.dense else "sparse", "dense" if wanted.dense else "sparse"),
+            "shape": ((found.n_rows, found.n_genes), (wanted.n_rows, wanted.n_genes)),
+        }
+        differing = [name for name, (stored, given) in forms.items() if stored != given]
+        for name in differing:
+            self._add(wanted.name, f"has {name} {forms[name][0]}, but {forms[name][1]} in the sources")
+        return differing in ([], ["dtype"])
+
+    def _compare_matrix(self, wanted: Matrix, found: Matrix) -> None:
+        advance = self._bars.add(f"comparing {wanted.name}", wanted.n_rows)
+        common, first, n_rows, row = np.result_type(wanted.dtype, found.dtype), "", 0, 0
+        for one, other in _in_step(wanted.windows(), found.windows()):
+            same = np.array_equal(one.lengths, other.lengths) and np.array_equal(one.genes, other.genes)
+            values = [window.values.astype(common, copy=False) for window in (one, other)]
+            if not same or bits_differ(values[0], values[1]).any():
+                ones, others = (
+                    _by_place(part, window, wanted.n_genes) for part, window in zip(values, (one, other), strict=True)
+                )
+                places = _differing(ones, others)
+                if not first:
+                    at_row, column = divmod(int(places[0]), wanted.n_genes)
+                    where = f"row {row + at_row}, {self._column_name(wanted.name, column)}"
+                    first = f"{where}: {in_both(others.get(places[0]), ones.get(places[0]))}"
+                n_rows += len(np.unique(places // wanted.n_genes))
+            row += len(one.lengths)
+            advance(len(one.lengths))
+        if first:
+            self._add(wanted.name, f"{first}; {'1 row differs' if n_rows == 1 else f'{n_rows} rows differ'}")
+
+    def _column_name(self, matrix: str, column: int) -> str:
+        if matrix.startswith("obsm/"):
+            return f"column {column}"
+        if matrix.startswith("obsp/"):
+            return f"column {column} ({self._wanted.obs_names()[column]!r})"
+        raw_var = self._wanted.raw_var if matrix == "raw/X" else None
+        genes = self._wanted.var if raw_var is None else raw_var
+        return f"gene {genes.index[column]!r} ({column})"
+
+    def _compare_elements(self) -> Iterator[str]:
+        for path, element in self._wanted.elements():
+            yield path
+            with reporting(self._findings, self._part.at(path)):
+                is_empty = path == "uns" and self._part.at(path) not in self._store
+                if is_empty or self._is_comparable(path):
+                    found = {} if is_empty else self._store.element(self._part.at(path))
+                    self._add_all(element_differences(path, as_stored(element), found))
+
+
+def _in_step(ones: Iterator[Window], others: Iterator[Window]) -> Iterator[tuple[Window, Window]]:
+    """Pairs of windows of the same rows."""
+    one = other = None
+    while True:
+        one, other = one or next(ones, None), other or next(others, None)
+        if one is None or other is None:
+            return
+        n = min(len(one.lengths), len(other.lengths))
+        yield one.between(0, n), other.between(0, n)
+        one, other = (
+            window.between(n, len(window.lengths)) if n < len(window.lengths) else None for window in (one, other)
+        )
+
+
+def _by_place(values: NDArray[Any], window: Window, n_columns: int) -> pd.Series:
+    """The values of a window by place, which is row * n_columns + column."""
+    places = np.repeat(np.arange(len(window.lengths), dtype=np.int64), window.lengths) * n_columns
+    places += window.genes if len(window.genes) else np.arange(len(places)) % max(1, n_columns)
+    return pd.Series(values, index=places)
+
+
+def _differing(one: pd.Series, other: pd.Series) -> Rows:
+    """The ascending places of values that differ or that only one of two has."""
+    both = one.index.intersection(other.index)
+    changed = both[bits_differ(one[both].to_numpy(), other[both].to_numpy())]
+    return np.asarray(changed.union(one.index.symmetric_difference(other.index)), np.int64)
+
+
+# ---- elements
+
+
+def as_stored(element: Any) -> Any:
+    """An element as it reads back after being written: a list becomes an array, for example."""
+    root = zarr.create_group(MemoryStore(), zarr_format=3)
+    ElementWriter(root, ConvertOptions(), of="the sources").write("element", element)
+    return ad.io.read_elem(root["element"])
+
+
+def element_differences(path: str, wanted: Any, found: Any, axis: str = "entry") -> Iterator[tuple[str, str]]:
+    """The path and the first difference of each part of an element that differs. `axis` names an entry."""
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        yield from name_differences(path, wanted, found, in_order=False)
+        for key in wanted:
+            if key in found:
+                yield from element_differences(f"{path}/{key}", wanted[key], found[key], axis)
+    elif isinstance(wanted, pd.DataFrame) and isinstance(found, pd.DataFrame):
+        yield from element_differences(f"{path}/_index", wanted.index, found.index, axis)
+        yield from name_differences(path, wanted, found)
+        for name in wanted:
+            if name in found and len(wanted) == len(found):
+                yield from element_differences(f"{path}/{name}", wanted[name], found[name], axis)
+    else:
+        what = _difference(wanted, found, axis)
+        if what is not None:
+            yield path, what
+
+
+def name_differences(path: str, wanted: Any, found: Any, *, in_order: bool = True) -> Iterator[tuple[str, str]]:
+    """The names that only one of two lists has, and with `in_order` whether their order differs."""
+    wanted, found = list(wanted), list(found)
+    for name in wanted:
+        if name not in found:
+            yield f"{path}/{name}", "is in the sources, but not in the store"
+    for name in found:
+        if name not in wanted:
+            yield f"{path}/{name}", "is in the store, but not in the sources"
+    if in_order and wanted != found and sorted(wanted) == sorted(found):
+        yield path, f"has its columns in a different order: {', '.join(found)} instead of {', '.join(wanted)}"
+
+
+def _difference(wanted: Any, found: Any, axis: str) -> str | None:
+    if wanted is None or found is None:
+        return None if wanted is found else in_both(found, wanted)
+    one, other = _arrays_of(wanted), _arrays_of(found)
+    if one["kind"] != other["kind"]:
+        return f"is {other['kind']} in the store, but {one['kind']} in the sources"
+    for name, values in one.items():
+        stored = other[name]
+        if name == "awkward":
+            awkward: Any = sys.modules["awkward"]  # anndata has imported it
+            if not awkward.array_equal(values, stored, equal_nan=True):
+                return "differs from the sources"
+        elif isinstance(values, np.ndarray):
+            said = "" if name == "values" else f"its {name} "
+            for part in ("dtype", "shape"):
+                if getattr(values, part) != getattr(stored, part):
+                    return f"{said}has {part} {getattr(stored, part)}, but {getattr(values, part)} in the sources"
+            differ = bits_differ(values, stored)
+            if differ.any():
+                first = tuple(np.argwhere(differ)[0].tolist())
+                at = f"{axis} {', '.join(map(str, first))}: " if first else ""
+                return f"{said}{at}{in_both(stored[first], values[first])}; {np.count_nonzero(differ)} differ"
+    return None
+
+
+def _arrays_of(element: Any) -> dict[str, Any]:
+    """The kind of an element that is no group, and the arrays that hold it. Missing values are None."""
+    if isinstance(element, pd.Series | pd.Index):
+        element = element.array
+    if isinstance(element, pd.Categorical):
+        kind = f"{'ordered' if element.ordered else 'categorical'}"
+        categories = _arrays_of(element.categories)["values"]
+        labels = [*categories.tolist(), None]
+        return {"kind": kind, "categories": categories, "values": np.array(labels, object)[element.codes]}
+    if type(element).__module__.partition(".")[0] == "awkward":
+        return {"kind": "awkward", "awkward": element}
+    if scipy.sparse.issparse(element):
+        rows = element.tocsr(copy=True)
+        rows.sum_duplicates()
+        columns = [part.astype(np.int64, copy=False) for part in (rows.indptr, rows.indices)]
+        kind = f"{element.format} of shape {element.shape}"
+        return {"kind": kind, "indptr": columns[0], "indices": columns[1], "data": rows.data}
+    if isinstance(element, pd.arrays.BooleanArray | pd.arrays.IntegerArray):
+        return {"kind": str(element.dtype), "values": element.to_numpy(dtype=object, na_value=None)}
+    if isinstance(element, pd.arrays.FloatingArray):
+        return {"kind": str(element.dtype), "values": element.to_numpy(dtype=np.float64, na_value=np.nan)}
+    values = np.asarray(element)
+    if values.dtype.kind in _TEXT:
+        values = values.astype(object)
+        values[np.asarray(pd.isna(values), bool)] = None
+        return {"kind": "text", "values": values}
+    return {"kind": "array", "values": values.astype(values.dtype.newbyteorder("="), copy=False)}
+
+
+def bits_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where two arrays of equal dtype and shape differ. -0.0 differs from 0.0; NaN equals NaN."""
+    if one.dtype.names and one.size:
+        fields = [bits_differ(one[name], other[name]) for name in one.dtype.names]
+        differing: NDArray[np.bool_] = np.logical_or.reduce(
+            [field.reshape(*one.shape, -1).any(axis=-1) for field in fields]
+        )
+        return differing
+    if one.dtype.kind in "fmM" and one.dtype.itemsize <= 8:
+        bits = f"u{one.dtype.itemsize}"
+        differ = np.asarray(one, order="C").view(bits) != np.asarray(other, order="C").view(bits)
+    else:
+        differ = one != other
+    differ = np.asarray(differ, bool)
+    if one.dtype.kind in "fc" and differ.any():
+        differ &= ~(np.isnan(one) & np.isnan(other))
+    return differ
+
+
+def in_both(found: Any, wanted: Any) -> str:
+    """A stored value and the value of the sources, for a message."""
+    return f"{_shown(found)} in the store, but {_shown(wanted)} in the sources"
+
+
+def _shown(value: Any) -> str:
+    if value is None or value is pd.NA:
+        return "nothing"
+    text = repr(value.item() if isinstance(value, np.generic) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,1 +1,0 @@
-"""Sources: read AnnData of any format and location as windows of rows."""
