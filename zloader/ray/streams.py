@@ -247,9 +247,10 @@ class _Epoch:
                 f"fetch {fetch.remaining.number} ended after {fetch.n_taken} of {fetch.remaining.size} minibatches"
             ) from None
         except (ray.exceptions.RayTaskError, ray.exceptions.RaySystemError) as error:
+            cause = getattr(error, "cause", error)
             raise ProducerError(
-                f"Ray cannot send fetch {fetch.remaining.number}: {getattr(error, 'cause', error)!r:.1000}. What "
-                "batch_transform returns must survive pickling: return tensors, arrays or plain objects"
+                f"Ray cannot make or send fetch {fetch.remaining.number}: {cause!r:.1000}. All machines need zloader, "
+                "and what batch_transform returns must survive pickling: return tensors, arrays or plain objects"
             ) from error
         except ray.exceptions.RayError as error:
             raise ProducerError(
