@@ -201,6 +201,7 @@ def test_it_has_all_rows_and_reads_those_of_the_store(dataset, adata):
     np.testing.assert_array_equal(found.X.sum(axis=1), adata.X.sum(axis=1))
     np.testing.assert_array_equal(found.X.toarray(), adata.X.toarray())
     assert found.copy().X is found.X
+    assert repr(found.X) == f"X of {dataset.url}, {N_ROWS} x 30, in the store"
     view = as_anndata(dataset.where("donor == 'd1'")[:, ["gene 4", "gene 2"]])
     np.testing.assert_array_equal(
         view.X[1:3].toarray(), adata[adata.obs["donor"] == "d1", ["gene 4", "gene 2"]].X[1:3].toarray()
@@ -520,6 +521,16 @@ def test_a_query_with_a_new_batch(dataset, adata, tmp_path, model_class):
     expected.module.eval()
     expected.is_trained_ = True
     same("get_latent_representation", model, expected)
+
+
+def test_a_model_is_minified(dataset):
+    model = made(SCVI, as_anndata(dataset), {"batch_key": "donor"})
+    model.train(1, **QUIET)
+    latent = model.get_latent_representation()
+    of_rows = model.get_latent_representation(return_dist=True)
+    model.adata.obsm["mean"], model.adata.obsm["variance"] = of_rows
+    model.minify_adata(use_latent_qzm_key="mean", use_latent_qzv_key="variance")
+    np.testing.assert_array_equal(model.get_latent_representation(), latent)
 
 
 def test_genes_must_be_those_of_the_model(dataset, tmp_path):

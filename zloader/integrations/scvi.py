@@ -85,6 +85,11 @@ class StoredRows(scipy.sparse.csr_matrix):  # type: ignore[misc]
         first = self[:_FEW]
         return np.asarray(first.data if scipy.sparse.issparse(first) else first).ravel()
 
+    def __repr__(self) -> str:
+        return f"{self.name} of {self.dataset.url}, {self.shape[0]} x {self.shape[1]}, in the store"
+
+    __str__ = __repr__
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{self.__dict__.get('name')} stays in the store, and has no {name}: take some of its rows, x[rows]"
@@ -106,8 +111,8 @@ class StoredRows(scipy.sparse.csr_matrix):  # type: ignore[misc]
         return x[:, columns if isinstance(columns, slice) else np.ravel(columns)]
 
     def sum(self, axis: int | None = None, **options: Any) -> Any:
-        """The sum of each row, with axis=1. scvi-tools normalises the counts of differential_expression by them."""
-        if axis != 1:
+        """The sums of rows, with axis=1 or -1. scvi-tools normalises the counts of differential_expression by them."""
+        if axis not in (1, -1):
             return super().sum(axis, **options)
         size = max(1, int(_BLOCK / max(1, self.dataset.matrices.row_bytes(self.name))))
         reads, sums = self._reads, [np.zeros(0)]
