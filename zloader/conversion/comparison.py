@@ -129,15 +129,16 @@ class _Comparison:
         return True
 
     def _compare_obs(self) -> None:
-        wanted, found = self._wanted, self._found
+        wanted, found, n_stored = self._wanted, self._found, -1
         with reporting(self._findings, self._part.at("obs")):
             names, stored = wanted.obs_names(), found.obs_names()
+            n_stored = len(stored)
             if len(names) != len(stored):
                 self._add("obs", f"has {len(stored)} rows, but {len(names)} in the sources")
             n = min(len(names), len(stored))
             self._add_all(element_differences("obs/_index", names[:n], stored[:n], "row"))
             self._add_all(name_differences("obs", wanted.obs_columns, found.obs_columns))
-        for name in wanted.obs_columns if len(names) == len(stored) else ():
+        for name in wanted.obs_columns if n_stored == wanted.n_rows else ():
             with reporting(self._findings, self._part.at(f"obs/{name}")):
                 if name in found.obs_columns and self._is_comparable(f"obs/{name}"):
                     columns = wanted.obs_column(name), found.obs_column(name)

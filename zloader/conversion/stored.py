@@ -1,6 +1,6 @@
 """Reads stored arrays back, one piece per stored object, and verifies every checksum.
 
-`convert --resume` and `verify` read in this way. The memory in use is that of one read and one chunk.
+`verify` reads in this way. The memory in use is that of one read and one chunk.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,6 @@ from zloader.storage.metadata import layout_of
 from zloader.storage.placement import ABSENT, Index, ObjectIndex
 
 _READ_BYTES = 8 * MiB  # per read
-_BATCH_BYTES = 8 * MiB  # decoded ahead of the consumer
-
-Chunk = NDArray[Any] | CorruptChunkError
 
 
 class StoredArray:
@@ -76,34 +72,23 @@ class StoredArray:
         """The key of a piece in the store."""
         return f"{self.path}/{self._array.metadata.encode_chunk_key(self._cell(piece))}"
 
-    def stored_bytes(self, piece: int) -> int:
-        """Stored bytes of a piece; 0 if it is absent."""
-        return self._sizes.get(self.key(piece), 0)
-
     def _cell(self, piece: int) -> tuple[int, ...]:
         return tuple(int(index) for index in np.unravel_index(piece, self._grid)) if self._grid else ()
 
     def chunks(self) -> Iterator[NDArray[Any]]:
-        """The elements of all chunks. Raises the errors that `read` yields or raises."""
+        """The elements of all chunks. Raises the errors of `chunks_of`."""
         for piece in range(self.n_pieces):
             yield from self.chunks_of(piece)
 
     def chunks_of(self, piece: int) -> Iterator[NDArray[Any]]:
-        """The elements of each chunk of a piece. Raises the errors that `read` yields or raises."""
-        for elements in self.read(piece):
-            if isinstance(elements, CorruptChunkError):
-                raise elements
-            yield elements
+        """The elements of each chunk of a piece.
 
-    def read(self, piece: int) -> Iterator[Chunk]:
-        """The elements of each chunk of a piece, or the error of a chunk that cannot be decoded.
-
-        Raises MissingObjectError, CorruptChunkError or TruncatedObjectError if the whole piece cannot be read, or
-        translated file system errors.
+        Raises MissingObjectError, CorruptChunkError or TruncatedObjectError for what cannot be decoded, or translated
+        file system errors.
         """
         return self._read_through_zarr(piece) if self._layout is None else self._read_shard(piece, self._layout)
 
-    def _read_through_zarr(self, piece: int) -> Iterator[Chunk]:
+    def _read_through_zarr(self, piece: int) -> Iterator[NDArray[Any]]:
         begins = [index * shard for index, shard in zip(self._cell(piece), self._shard, strict=True)]
         bounds = zip(begins, self._shard, self._array.shape, self._array.chunks, strict=True)
         starts = [range(begin, min(begin + shard, whole), chunk) for begin, shard, whole, chunk in bounds]
@@ -116,9 +101,11 @@ class StoredArray:
                 raise
             except UNDECODABLE as error:
                 at = f" at {', '.join(map(str, corner))}" if corner else ""
-                yield CorruptChunkError(f"{self._location.url}: {self.key(piece)} does not decode{at}: {error}")
+                raise CorruptChunkError(
+                    f"{self._location.url}: {self.key(piece)} does not decode{at}: {error}"
+                ) from error
 
-    def _read_shard(self, shard: int, layout: ArrayLayout) -> Iterator[Chunk]:
+    def _read_shard(self, shard: int, layout: ArrayLayout) -> Iterator[NDArray[Any]]:
         decoder, url, key = Decoder(layout), self._location.url, layout.shard_key(shard)
         for chunk, stored in self._stored_chunks(shard, layout):
             out = np.empty(min(layout.chunk_elements, layout.n_elements - chunk * layout.chunk_elements), layout.dtype)
@@ -128,8 +115,8 @@ class StoredArray:
                 try:
                     decoder.decode(stored, out)
                 except CorruptChunkError as error:
-                    yield CorruptChunkError(f"{url}: chunk {chunk % layout.chunks_per_shard} of {key}: {error}")
-                    continue
+                    number = chunk % layout.chunks_per_shard
+                    raise CorruptChunkError(f"{url}: chunk {number} of {key}: {error}") from error
             yield out
 
     def _stored_chunks(self, shard: int, layout: ArrayLayout) -> Iterator[tuple[int, NDArray[np.uint8] | None]]:
@@ -197,30 +184,3 @@ def _layout(array: zarr.Array[Any], *, absent_is_fill: bool) -> ArrayLayout | No
     except FormatError:
         return None
     return layout if layout.grid is None else None
-
-
-class ElementStream:
-    """Reads the elements of an array sequentially, any number at a time. A thread decodes ahead."""
-
-    def __init__(self, array: StoredArray, thread: Executor) -> None:
-        self._chunks, self._thread = array.chunks(), thread
-        self._at_once = max(1, _BATCH_BYTES // max(1, array.chunk_elements * array.dtype.itemsize))
-        self._decoded = np.empty(0, array.dtype)
-        self._ahead = self._decode_ahead()
-
-    def _decode_ahead(self) -> Future[list[NDArray[Any]]]:
-        return self._thread.submit(lambda: list(itertools.islice(self._chunks, self._at_once)))
-
-    def take(self, n: int) -> NDArray[Any]:
-        """The next `n` elements, or fewer at the end. Raises the errors of `StoredArray.chunks`."""
-        parts, missing = [self._decoded], n - len(self._decoded)
-        while missing > 0:
-            batch = self._ahead.result()
-            if not batch:
-                break
-            self._ahead = self._decode_ahead()
-            parts += batch
-            missing -= sum(map(len, batch))
-        decoded = np.concatenate(parts) if len(parts) > 1 else self._decoded
-        self._decoded = decoded[n:]
-        return decoded[:n]

@@ -142,7 +142,7 @@ def verify(
                 if against is not None:
                     with reporting(findings, AGAINST):
                         how: dict[str, Any] = {"window_bytes": ConvertOptions(memory=memory).window}
-                        how["memory"] = working_bytes(memory) // 4
+                        how["memory"] = working_bytes(memory) // 8  # of each side
                         compared.append(opened.enter_context(open_parts(dataset, Selection(), how=Reading(**how))))
                         select, order = arrangement(dataset.store, compared[0], genes_by)
                         options = storage_options if source_options is None else source_options
