@@ -32,12 +32,18 @@ from sources import (
 import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
+from zloader.conversion import rows
 from zloader.conversion.convert import convert_to
 from zloader.conversion.destination import MARKER
 
 pytestmark = pytest.mark.any_version
 
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MOST_BYTES", 4096)
 
 
 def interrupted(dest: Path, source: Any, survives: int, options: zl.ConvertOptions = SMALL) -> list[str]:

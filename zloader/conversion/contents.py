@@ -89,7 +89,10 @@ class DatasetContent(Content):
         options: FetchOptions,
         window_bytes: int,
         modality: str = "",
+        alone: bool = False,
     ) -> None:
+        """With `alone`, a modality has the obs columns of the whole that it lacks, as `mudata.push_obs` gives them."""
+        self._alone = alone
         self._dataset, self._select, self._labels, self._options = dataset, select, labels, options
         self._window_bytes = window_bytes
         self._stores, self._modality = dataset.stores, modality
@@ -152,6 +155,10 @@ class DatasetContent(Content):
 
     def _chosen_columns(self) -> list[str]:
         available = list(dict.fromkeys(name for store in self._stores for name in store.columns(f"{self._above}obs")))
+        copies = tuple(f"{each}:" for each in self._dataset.modalities)
+        of_whole = dict.fromkeys(name for store in self._stores for name in store.columns("obs") if self._alone)
+        self._of_whole = [name for name in of_whole if name not in available and not name.startswith(copies)]
+        available += self._of_whole
         chosen = refuse_unknown("obs", self._select.obs, available)
         added = self._select.source_column
         if added is None:
@@ -194,10 +201,13 @@ class DatasetContent(Content):
         try:
             columns: list[pd.Series | None] = []
             for store in self._stores:
-                frame = f"{self._above}obs"
+                frame = "obs" if name in self._of_whole else f"{self._above}obs"
                 found = None
                 if name in store.columns(frame):
                     found = pd.Series(_column(store, frame, name), name=name)
+                    if name in self._of_whole and (row_of := store.row_of(f"mod/{self._modality}/X")) is not None:
+                        rows = in_whole(row_of, store.length(f"{self._above}obs"))
+                        found = found.iloc[rows].reset_index(drop=True)
                     held.setdefault(str(found.dtype), store.location.url)
                 columns.append(found)
             if len(columns) == 1 and columns[0] is not None:

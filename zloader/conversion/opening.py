@@ -50,6 +50,7 @@ _MODALITY = _ANNDATA | {"zloader": {"part_of": "MuData"}}  # opened by itself, i
 _MUDATA = {"encoding-type": "MuData", "encoding-version": "0.1.0", "axis": 0}
 _OF_ANNDATA = ("x", "genes", "genes_by", "join")  # options whose meaning differs from modality to modality
 _IN_FILE = re.compile(r"(?s)(.+\.h5mu)(?:/mod)?/([^/]+)/?")
+_IN_ZARR = re.compile(r"(?s)(.+)/mod/([^/]+)/?")
 _SUFFIXES = (".h5ad", ".h5mu", ".zarr", ".h5", ".hdf5", ".parquet")
 _DAMAGED = (FormatError, MissingColumnError, CorruptChunkError, TruncatedObjectError, MissingObjectError)
 
@@ -168,14 +169,14 @@ def _of_paths(sources: Any, select: Selection, storage_options: Mapping[str, Any
                 "several sources must be paths or URLs, in a list or a mapping from labels to them, not "
                 f"{type(source).__name__}: concatenate AnnData in memory with anndata.concat, and convert the result"
             )
-    modalities = {found[2] if (found := _IN_FILE.fullmatch(os.fspath(source))) else "" for source in given}
+    parted = [_modality_of(os.fspath(source), storage_options) for source in given]
+    modalities = {modality for _, modality in parted}
     if len(modalities) > 1:
         raise OptionError(f"convert the same modality of all sources together, not {listed(map(repr, modalities))}")
     locations: list[Location] = []
     of_given: list[Any] = []
-    for label, source in zip(labels, given, strict=True):
-        found = _IN_FILE.fullmatch(os.fspath(source))
-        matches = location_of(found[1] if found else source, storage_options).matches()
+    for label, (source, _) in zip(labels, parted, strict=True):
+        matches = location_of(source, storage_options).matches()
         locations += matches
         of_given += [label] * len(matches)
     try:
@@ -220,6 +221,20 @@ def _joined(opened: OpenedStores, select: Selection, *, whole: bool) -> Dataset:
     if (len(opened.stores) > 1 or not rule.as_stored) and (lost := dataset.matrices.lost):
         warn_user(lost)
     return dataset
+
+
+def _modality_of(source: str, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
+    """The MuData and the name of the modality that `FILE.h5mu/NAME` or `STORE/mod/NAME` names, or "" for any other."""
+    if found := _IN_FILE.fullmatch(source):
+        return found[1], found[2]
+    found = _IN_ZARR.fullmatch(source)
+    if (
+        found
+        and not source.startswith("http")
+        and {"zarr.json", ".zgroup"} & location_of(found[1], storage_options).names()
+    ):
+        return found[1], found[2]
+    return source, ""
 
 
 def _tables(location: Location) -> str:
@@ -287,7 +302,7 @@ def _of_dataset(
                 f"({listed(dataset.modalities)}), such as {dataset.url}/{(dataset.modalities or ['rna'])[0]}"
             )
         content: Content = DatasetContent(
-            dataset, select, labels, options=how.options, window_bytes=how.window_bytes, modality=modality
+            dataset, select, labels, options=how.options, window_bytes=how.window_bytes, modality=modality, alone=True
         )
         parts = [Part(path="", content=content, attributes=_ANNDATA)]
     elif dataset.modalities:
@@ -317,7 +332,12 @@ def _of_dataset(
         labels=labels,
         n_rows=[store.n_obs for store in stores] if first.n_rows == sum(s.n_obs for s in stores) else [first.n_rows],
         bytes_in=sum(stored.size for store in stores for stored in store.objects.values()),
-        identity=[*map(_identity, stores), None if dataset._chosen is None else dataset._chosen.digest(""), panel],
+        identity=[
+            *map(_identity, stores),
+            None if dataset._chosen is None else dataset._chosen.digest(""),
+            panel,
+            modality,
+        ],
         parts=parts,
     )
 
