@@ -80,8 +80,10 @@ def test_goes_on_after_the_last_whole_shard(tmp_path: Path, layout: str, options
         assert_not_a_store(dest)
         again = shards(resumed(dest, source, options))
         kept += len(before - again)
-        # Indices and data are kept up to the same shard: at most one shard of a pair is written again.
-        assert len(before & again) <= 2, (before, again)
+        # Indices and data are kept up to the same checkpoint, which comes with the window after a shard: at most two
+        # shards of a pair are written again, and indptr is.
+        twice = {key for key in before & again if "/indptr/" not in key}
+        assert len(twice) <= 4, (before, again)
         assert files(dest) == whole
     assert kept > 10
 
