@@ -29,7 +29,7 @@ from zloader.selecting.groups import shares
 MOST_BYTES = 16 * MiB
 _FIRST_ROWS = 256  # of the window that tells how long rows are
 _ROW_BYTES = 64  # at least, so that empty rows do not make endless windows
-_SAMPLES, _SAMPLE_BYTES = 64, MiB  # windows of a sample, and about the bytes of each
+_SAMPLES, _SAMPLE_BYTES = 64, MiB // 16  # windows of a sample, and about the bytes of each
 
 
 def split_rows(indptr: Rows, max_elements: int) -> Iterator[tuple[int, int]]:
