@@ -44,19 +44,23 @@ _SHOWN = 60  # characters of a value
 _GROUPS = ("layers", "obsm", "obsp", "varm", "varp", "raw/varm", "obsmap", "varmap")
 
 
-def compare(store: OpenedStore, in_store: Opened, in_sources: Opened, findings: Findings, bars: Bars) -> None:
-    """Reports the first difference of every element."""
+def compare(store: OpenedStore, in_store: Opened, in_sources: Opened, findings: Findings, bars: Bars) -> set[str]:
+    """Reports the first difference of every element. Returns the paths of matrices that are canonical and equal."""
     _compare_sources(store.root.attrs.get("zloader", {}).get("sources"), in_sources, findings)
     stored = {part.path: part for part in in_store.parts}
     wanted = {part.path: part for part in in_sources.parts}
     for path in stored.keys() - wanted.keys():
         findings.add(path, "is in the store, but not in the sources")
+    equal = set[str]()
     for path, part in wanted.items():
         kind = part.attributes["encoding-type"]
         if path in stored and stored[path].attributes["encoding-type"] == kind:
-            _Comparison(part, stored[path], store, findings, bars).run()
+            comparison = _Comparison(part, stored[path], store, findings, bars)
+            comparison.run()
+            equal |= {part.at(name) for name in comparison.equal}
         else:
             findings.add(path or AGAINST, f"is no {kind} in the store, but one in the sources")
+    return equal
 
 
 def arrangement(store: OpenedStore, in_store: Opened, genes_by: GenesBy) -> tuple[Selection, dict[str, Any]]:
@@ -100,6 +104,7 @@ class _Comparison:
     def __init__(self, wanted: Part, found: Part, store: OpenedStore, findings: Findings, bars: Bars) -> None:
         self._part, self._wanted, self._found = wanted, wanted.content, found.content
         self._store, self._findings, self._bars = store, findings, bars
+        self.equal: list[str] = []  # matrices that are canonical and equal
 
     def run(self) -> None:
         """Reports the first difference of every element."""
@@ -182,8 +187,15 @@ class _Comparison:
 
     def _compare_matrix(self, wanted: Matrix, found: Matrix) -> None:
         advance = self._bars.add(f"comparing {wanted.name}", wanted.n_rows)
-        common, first, n_rows, row = np.result_type(wanted.dtype, found.dtype), "", 0, 0
-        for one, other in _in_step(wanted.windows(), found.windows()):
+        common, first, n_rows, row, mended = np.result_type(wanted.dtype, found.dtype), "", 0, 0, 0
+
+        def windows() -> Iterator[Window]:
+            nonlocal mended
+            for window in found.windows():
+                mended += window.mended
+                yield window
+
+        for one, other in _in_step(wanted.windows(), windows()):
             same = np.array_equal(one.lengths, other.lengths) and np.array_equal(one.genes, other.genes)
             values = [window.values.astype(common, copy=False) for window in (one, other)]
             if not same or bits_differ(values[0], values[1]).any():
@@ -198,6 +210,8 @@ class _Comparison:
                 n_rows += len(np.unique(places // wanted.n_genes))
             row += len(one.lengths)
             advance(len(one.lengths))
+        if not first and not mended and row == found.n_rows:
+            self.equal.append(wanted.name)
         if first:
             self._add(wanted.name, f"{first}; {'1 row differs' if n_rows == 1 else f'{n_rows} rows differ'}")
 

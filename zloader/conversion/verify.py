@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -148,9 +148,10 @@ def verify(
                         options = storage_options if source_options is None else source_options
                         sources = open_parts(against, select, storage_options=options, how=Reading(**how, **order))
                         compared.append(opened.enter_context(sources))
-                _Scan(hierarchy, findings, pool, bars).run()
+                equal = set[str]()  # matrices whose chunks have all been read
                 if len(compared) == 2:
-                    compare(dataset.store, compared[0], compared[1], findings, bars)
+                    equal = compare(dataset.store, compared[0], compared[1], findings, bars)
+                _Scan(hierarchy, findings, pool, bars).run(equal)
     return Verification(
         url=location.url,
         **seen,
@@ -274,18 +275,27 @@ class _Scan:
     """Reads all arrays of a store."""
 
     def __init__(self, hierarchy: Hierarchy, findings: Findings, pool: Executor, bars: Bars) -> None:
-        self._hierarchy, self._findings, self._pool = hierarchy, findings, pool
-        self._advance = bars.add("verifying", sum(array.size for array in hierarchy.arrays.values()))
+        self._hierarchy, self._findings, self._pool, self._bars = hierarchy, findings, pool, bars
         self._pending: deque[Future[_GenesOfPiece | None]] = deque()
         self._tail: int | None = None  # the last gene of the piece before
 
-    def run(self) -> None:
-        """Reports all problems. Raises StoreError if the store cannot be read, for example without a network."""
+    def run(self, known: Collection[str]) -> None:
+        """Reports all problems but those of the matrices that are known to be sound.
+
+        Raises StoreError if the store cannot be read, for example without a network.
+        """
         hierarchy = self._hierarchy
-        if sum(array.size for array in hierarchy.arrays.values()) > FEW:
+        unknown = {
+            path: array for path, array in hierarchy.arrays.items() if not {path, path.rpartition("/")[0]} & {*known}
+        }
+        n_values = sum(array.size for array in unknown.values())
+        if n_values > FEW:
             load_compiler()  # for differences of genes
-        arrays = {path: self._stored(array) for path, array in hierarchy.arrays.items()}
+        self._advance = self._bars.add("verifying", n_values)
+        arrays = {path: self._stored(array) for path, array in unknown.items()}
         for path, by_rows, shape in hierarchy.compressed():
+            if path in known:
+                continue
             indptr, indices = (arrays.pop(f"{path}/{part}") for part in ("indptr", "indices"))
             axes, n_minor = (("row", "gene"), shape[1]) if by_rows else (("gene", "row"), shape[0])
             # Other programs may write rows in any order, as scanpy's neighbors does, and repeat a gene.

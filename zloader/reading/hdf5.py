@@ -164,7 +164,8 @@ class Group:
 
 
 def _address(group: Group) -> int:
-    return int(h5py.h5o.get_info(group.native.id).addr)
+    with group._opened.describing(group.path):
+        return int(h5py.h5o.get_info(group.native.id).addr)
 
 
 class Array:
