@@ -173,8 +173,8 @@ def _require_same(stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index], 
         here, there = (repr(names[at]) if at < len(names) else "missing" for names in (genes, first))
         raise FormatError(
             f"gene {at} of {frame} is {here} in {store.location.url}, but {there} in {stores[0].location.url}: stores "
-            "opened together must have the same genes in the same order. Open them with join='inner', join='outer' or "
-            f"join=[genes]; or run 'zloader convert' on all of them, which joins their genes in a store{why}"
+            "must have the same genes in the same order, unless they are joined: give join='inner', join='outer' or "
+            f"join=[genes]{why}"
         )
 
 
