@@ -261,7 +261,7 @@ class _Barred(_Signed):
     def do_HEAD(self) -> None:
         if "Authorization" not in self.headers:
             return self._send(401)
-        self.path = self.path.replace("/files/", "/bucket/") + "?X-Amz-Credential=a%2Fb&"
+        self.path = self.path.replace("/files/", "/bucket/") + f"?X-Amz-Credential=a%2Fb&{next(self.number)}"
         return _Signed.do_GET(self)
 
 

@@ -305,7 +305,7 @@ def test_a_collection_that_lacks_a_dataset_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("genes", "says"),
     [
-        (["a", "b", "x", "d"], r"gene 2 of var is 'x' in \S+1\.zarr, but 'c' in \S+0\.zarr: .*'zloader convert'"),
+        (["a", "b", "x", "d"], r"gene 2 of var is 'x' in \S+1\.zarr, but 'c' in \S+0\.zarr: .*join='inner'"),
         (["b", "a", "c", "d"], r"gene 0 of var is 'b' in \S+1\.zarr, but 'a' in \S+0\.zarr"),
         (["a", "b", "c"], r"gene 3 of var is missing in \S+1\.zarr, but 'd' in"),
         (["a", "b", "c", "d", "e"], r"gene 4 of var is 'e' in \S+1\.zarr, but missing in"),

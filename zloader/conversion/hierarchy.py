@@ -15,13 +15,14 @@ from zarr.storage import StorePath
 
 from zloader.access.listed_store import ListedStore
 from zloader.access.zarr_groups import UNDECODABLE, stored_keys
-from zloader.common.errors import FormatError
+from zloader.common.errors import FormatError, StoreError
 from zloader.conversion.destination import MARKER
 from zloader.conversion.object_writer import translated
 from zloader.dataset.elements import is_array
 from zloader.dataset.h5ad import OpenedFile
 from zloader.dataset.store import OpenedStore
-from zloader.storage.metadata import matrix_shape
+from zloader.storage.coders import missing_package
+from zloader.storage.metadata import codecs_of_arrays, matrix_shape
 
 _METADATA = "zarr.json"
 _COMPRESSED = ("csr_matrix", "csc_matrix")
@@ -132,6 +133,9 @@ class Hierarchy:
                 findings.add(f"{path}/{_METADATA}", f"does not describe an array: {error}")
             else:
                 self.arrays[path] = array
+                for names in codecs_of_arrays(f"{path}/{_METADATA}", node).values():
+                    if missing := missing_package(names):
+                        raise StoreError(f"{path} of {location.url} {missing}")
 
     def children(self, path: str) -> list[str]:
         """The paths directly below a group."""

@@ -125,8 +125,8 @@ def _opened(
     except FormatError:
         if not isinstance(sources, str | os.PathLike):
             raise
-        names = location_of(sources, storage_options).names()
-        if not any(name.endswith(".parquet") for name in names):
+        location = location_of(sources, storage_options)
+        if location.is_web or not any(name.endswith(".parquet") for name in location.names()):
             raise
         return _of_parquet(stack.enter_context(Parquet(sources).open(storage_options or {})), select, how)
 
@@ -180,8 +180,8 @@ def _of_paths(sources: Any, select: Selection, storage_options: Mapping[str, Any
         locations += matches
         of_given += [label] * len(matches)
     try:
-        opened = open_all(locations, None)
         modality = next(iter(modalities))
+        opened = open_all(locations, None, by_rows=not modality)
         dataset = _joined(opened, select, whole=not modality)
         labels = _labels(opened.stores, locations, of_given)
         result = _of_dataset(dataset, select, labels, how, modality=modality)

@@ -130,13 +130,14 @@ def verify(
             findings.add(".zgroup", "is Zarr v2, which has no checksums to verify: run 'zloader convert' on it")
             seen |= {"rows": dataset.n_obs, "genes": dataset.n_vars}
         elif dataset is not None:
+            store = dataset.store
             n_threads = max(1, min(_THREADS, working_bytes(memory) // _THREAD_BYTES))
             pool = opened.enter_context(ThreadPoolExecutor(n_threads, thread_name_prefix="zloader-verify"))
             opened.callback(pool.shutdown, cancel_futures=True)  # after Ctrl-C, of the reads that have not started
             with reporting(
                 findings, location.url, ""
             ):  # of what leaves nothing to check, such as a damaged list of groups
-                hierarchy = Hierarchy(dataset.store, findings, pool)
+                hierarchy = Hierarchy(store, findings, pool)
                 hierarchy.check()
                 seen |= hierarchy.seen()
                 if against is not None:
@@ -144,13 +145,13 @@ def verify(
                         how: dict[str, Any] = {"window_bytes": ConvertOptions(memory=memory).window}
                         how["memory"] = working_bytes(memory) // 8  # of each side
                         compared.append(opened.enter_context(open_parts(dataset, Selection(), how=Reading(**how))))
-                        select, order = arrangement(dataset.store, compared[0], genes_by)
+                        select, order = arrangement(store, compared[0], genes_by)
                         options = storage_options if source_options is None else source_options
                         sources = open_parts(against, select, storage_options=options, how=Reading(**how, **order))
                         compared.append(opened.enter_context(sources))
                 equal = set[str]()  # matrices whose chunks have all been read
                 if len(compared) == 2:
-                    equal = compare(dataset.store, compared[0], compared[1], findings, bars)
+                    equal = compare(store, compared[0], compared[1], findings, bars)
                 _Scan(hierarchy, findings, pool, bars).run(equal)
     return Verification(
         url=location.url,

@@ -114,12 +114,14 @@ class OpenedStores:
                 )
 
 
-def open_all(locations: Sequence[Location], cache: Cache | None, *, offline: bool = False) -> OpenedStores:
+def open_all(
+    locations: Sequence[Location], cache: Cache | None, *, offline: bool = False, by_rows: bool = True
+) -> OpenedStores:
     """Opens the stores at all locations. Raises OptionError for an empty list, and the errors of `open_stores`."""
     if not locations:
         raise OptionError("there is nothing to open: give at least one URL")
     with no_codec_warnings():
-        opened = concurrently(partial(open_stores, cache=cache, offline=offline), locations)
+        opened = concurrently(partial(open_stores, cache=cache, offline=offline, by_rows=by_rows), locations)
     stores = [store for found in opened for store in found]
     return OpenedStores(
         locations=list(locations),
@@ -152,10 +154,13 @@ def _mirror_directory(stores: Sequence[OpenedStore], cache: Cache | None) -> Mir
     return open_mirror_directory(cache, joint_fingerprint(fingerprints), " + ".join(addresses))
 
 
-def open_stores(location: Location, cache: Cache | None, *, offline: bool = False) -> list[OpenedStore]:
+def open_stores(
+    location: Location, cache: Cache | None, *, offline: bool = False, by_rows: bool = True
+) -> list[OpenedStore]:
     """Opens the AnnData store at a location, or the stores of the annbatch collection there, with a single listing.
 
     With `offline`, the listing and metadata come from the mirrors in the cache; raises CacheError if they are missing.
+    With `by_rows`, the modalities of a MuData must share rows.
     Raises FormatError for anything that is neither an AnnData store nor a complete collection.
     """
     if offline and cache is None:
@@ -169,6 +174,8 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
     opened = opens(location, objects, origin=origin, cache=cache, offline=offline)
     if opened.root.attrs.get("encoding-type") != _COLLECTION:
         opened.require_anndata()
+        if by_rows:
+            opened.require_shared_rows()
         return [opened]
     cache = cache if opened.mirror_fingerprint else None  # opening the collection has logged the reason
     return list(_members(location, objects, origin=origin, cache=cache, offline=offline))
@@ -192,4 +199,5 @@ def _members(
         member_origin = origin and f"{origin}/dataset_{number}"
         store = OpenedStore(member, Listing(members[number]), origin=member_origin, cache=cache, offline=offline)
         store.require_anndata()
+        store.require_shared_rows()
         yield store

@@ -126,6 +126,9 @@ class OpenedStore:
         for needed in ("obs", "var"):
             if needed not in self:
                 raise FormatError(f"{self.location.url} has no {needed}: it is not a complete AnnData store")
+
+    def require_shared_rows(self) -> None:
+        """Raises FormatError for a MuData whose modalities share genes."""
         axis: Any = self.root.attrs.get("axis", 0)
         if self.modalities and axis != 0:
             raise FormatError(
