@@ -283,7 +283,7 @@ INVALID_SOURCES = [
 
 def test_sources(tmp_path: Path) -> None:
     refuses(
-        "sources must be paths, URLs, AnnData in memory, zl.Parquet or a zl.RowSource",
+        "sources must be paths, URLs, AnnData in memory, zl.Dataset, zl.Parquet or a zl.RowSource, not",
         lambda source: zl.convert(source, tmp_path / "a.zarr", progress=False),
         values=INVALID_SOURCES,
     )

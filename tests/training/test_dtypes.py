@@ -259,12 +259,12 @@ def test_complex_numbers_are_refused(tmp_path, dtype, zarr_format):
     store = write_zarr(both(x), tmp_path / "s.zarr", zarr_format)
     dataset = zl.open_dataset(store)
     for name, path in (("X", "X/data"), ("layers/dense", "layers/dense")):
-        with pytest.raises(FormatError, match=rf"{path} holds '[<>]?c.*not real numbers.*float32 for example"):
+        with pytest.raises(FormatError, match=rf"{path} holds {dtype}, not real numbers.*float32 for example"):
             zl.Loader(dataset, x=name)
     with pytest.raises(FormatError, match="X/data holds"):
         dataset.take([0])
     for source in (store, both(x)):
-        with pytest.raises(SourceError, match=f"X/data holds {dtype}, not real numbers.*for example to float32"):
+        with pytest.raises(SourceError, match=f"X/data holds {dtype}, not real numbers.*float32"):
             zl.convert(source, tmp_path / "out.zarr", progress=False)
 
 

@@ -229,14 +229,19 @@ class MemoryContent(Content):
                 f"{at} has shape {node.shape}, but obs and var require {(self.n_rows, n_genes)}: the source is damaged"
             )
         if node.encoding == "csc":
-            node = node if genes is None else Node(x[:, genes], self._name, path)
+            if genes is not None:
+                with reading(at):
+                    node = Node(x[:, genes] if is_backed else _of_genes(x, genes), self._name, path)
             return CscMatrix(node, name, shape=(node.shape[0], node.shape[1]), window_bytes=self._window_bytes)
         (node["data"] if node.encoding == "csr" else node).number_dtype  # noqa: B018 - raises SourceError
-        if node.encoding == "csr":
-            n_values, indptr = node["data"].shape[0], node["indptr"]
-            if indptr.numbers(0, 1)[0] != 0 or indptr.numbers(self.n_rows, self.n_rows + 1)[0] > n_values:
-                raise SourceError(f"{at}/indptr does not fit the {n_values} values: the source is damaged")
-        return self._read(name, lambda start, stop: x[start:stop], x, n_genes, genes, at)
+        if node.encoding == "dense":
+            return self._read(name, lambda start, stop: x[start:stop], x, n_genes, genes, at)
+        n_values, indptr = node["data"].shape[0], node["indptr"]
+        if node["indices"].number_dtype.kind not in "iu" or indptr.number_dtype.kind not in "iu":
+            raise SourceError(f"{at}/indices and indptr must hold integers: the source is damaged")
+        if indptr.numbers(0, 1)[0] != 0 or indptr.numbers(self.n_rows, self.n_rows + 1)[0] > n_values:
+            raise SourceError(f"{at}/indptr does not fit the {n_values} values: the source is damaged")
+        return self._read(name, _rows_of(node), x, n_genes, genes, at)
 
     def _read(
         self, name: str, read: Callable[[int, int], Any], x: Any, n_genes: int, genes: Rows | None, at: str
@@ -244,18 +249,18 @@ class MemoryContent(Content):
         def rows(start: int, stop: int) -> Any:
             with reading(at, needs=_NEEDS):
                 found = read(start, stop)
-            if x is not None:
-                return found if genes is None else found[:, genes]
+                if x is not None:
+                    return found if genes is None else _of_genes(found, genes)
             called = f"{at}({start}, {stop})"
             if not scipy.sparse.issparse(found) or found.format != "csr":
                 raise SourceError(f"{called} returned a {type(found).__name__}, not a CSR matrix of scipy.sparse")
             if found.shape != (stop - start, n_genes):
                 raise SourceError(f"{called} returned {found.shape}, not {(stop - start, n_genes)}: cells x genes")
-            return found if genes is None else found[:, genes]
+            with reading(at, needs=_NEEDS):
+                return found if genes is None else _of_genes(found, genes)
 
-        like = rows(0, min(1, self.n_rows)) if self.n_rows else scipy.sparse.csr_matrix((0, n_genes), dtype=np.float32)
-        if x is not None and not self.n_rows:
-            like = x[:0]
+        is_known = x is not None or self.n_rows
+        like = rows(0, min(1, self.n_rows)) if is_known else scipy.sparse.csr_matrix((0, n_genes), dtype=np.float32)
         n_stored = self._n_values if x is None else None if not scipy.sparse.issparse(x) else x.nnz
         return ReadMatrix(
             name,
@@ -293,6 +298,32 @@ class MemoryContent(Content):
             if hasattr(found, "compute"):  # a dask array
                 return found.compute()
             return found.to_memory() if hasattr(found, "to_memory") else found  # a lazy data frame of xarray
+
+
+def _rows_of(node: Node) -> Callable[[int, int], Any]:
+    """Reads rows of a CSR matrix. Its values may be float16, which SciPy holds but does not slice."""
+    data, indices, indptr = (node[name] for name in ("data", "indices", "indptr"))
+
+    def read(start: int, stop: int) -> Any:
+        ends = indptr.numbers(start, stop + 1).astype(np.int64)
+        begin, end = int(ends[0]), int(ends[-1])
+        rows = scipy.sparse.csr_matrix((stop - start, node.shape[1]), dtype=bool)
+        rows.data, rows.indices = data.numbers(begin, end), indices.numbers(begin, end)
+        rows.indptr = ends - begin
+        return rows
+
+    return read
+
+
+def _of_genes(x: Any, genes: Rows) -> Any:
+    """Some columns of a matrix. Of a sparse one SciPy moves the positions of the values, which may be float16."""
+    if not scipy.sparse.issparse(x):
+        return x[:, genes]
+    positions = type(x)((np.arange(len(x.indices)), x.indices, x.indptr), x.shape)
+    positions.check_format(full_check=True)
+    found = positions[:, genes]
+    found.data = x.data[found.data]
+    return found
 
 
 def _with_names(element: Any, names: pd.Index) -> Any:

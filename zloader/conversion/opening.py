@@ -8,13 +8,15 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import anndata as ad
 import numpy as np
+import pandas as pd
+import scipy.sparse
 
 from zloader.access.location import Location, location_of
 from zloader.common.errors import (
@@ -45,6 +47,8 @@ from zloader.selecting.gene_names import GeneJoin
 Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource | Parquet | Dataset
 Sources: TypeAlias = Source | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
 
+_ONE = (str, os.PathLike, ad.AnnData, Dataset, Parquet, RowSource)
+_NOT_A_LIST = (str, bytes, os.PathLike, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)
 _ANNDATA = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
 _MODALITY = _ANNDATA | {"zloader": {"part_of": "MuData"}}  # opened by itself, it is a store whose objects all exist
 _MUDATA = {"encoding-type": "MuData", "encoding-version": "0.1.0", "axis": 0}
@@ -104,7 +108,7 @@ def _opened(
     how: Reading,
     stack: contextlib.ExitStack,
 ) -> Opened:
-    if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) and len(sources) == 1:
+    if isinstance(sources, Sequence) and len(sources) == 1 and isinstance(sources[0], _ONE):
         (sources,) = sources
     if isinstance(sources, str | os.PathLike) and os.fspath(sources).endswith(".parquet"):
         sources = Parquet(sources)
@@ -156,13 +160,20 @@ def _alone(content: Content, name: str, label: str, *, bytes_in: int = 0, identi
 
 
 def _of_paths(sources: Any, select: Selection, storage_options: Mapping[str, Any] | None, how: Reading) -> Opened:
-    is_one = isinstance(sources, str | os.PathLike)
-    given = [sources] if is_one else list(sources.values() if isinstance(sources, Mapping) else sources)
+    given = [sources]
+    if isinstance(sources, Iterable) and not isinstance(sources, _NOT_A_LIST):
+        given = list(sources.values() if isinstance(sources, Mapping) else sources)
     labels: list[Any] = list(sources) if isinstance(sources, Mapping) else [None] * len(given)
     if isinstance(sources, Mapping) and not all(isinstance(label, str) and label for label in labels):
         raise OptionError(f"the labels of sources must be text, not {listed(map(repr, labels))}")
     if not given:
         raise OptionError("the list of sources is empty: pass at least one source")
+    for source in given:
+        if not isinstance(source, _ONE):
+            raise OptionError(
+                "sources must be paths, URLs, AnnData in memory, zl.Dataset, zl.Parquet or a zl.RowSource, not "
+                f"{type(source).__name__}"
+            )
     for source in given:
         if not isinstance(source, str | os.PathLike):
             raise OptionError(

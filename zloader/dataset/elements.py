@@ -21,6 +21,7 @@ from zarr.storage import MemoryStore
 
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError
+from zloader.selecting.columns import native
 
 _ARRAYS = (("array", "0.2.0"), ("string-array", "0.2.0"))
 _MASKED = {("nullable-integer", "0.1.0"): "IntegerArray", ("nullable-boolean", "0.1.0"): "BooleanArray"}
@@ -71,7 +72,8 @@ def read_element(node: Any) -> Any:
         codes, categories = read_element(node["codes"]), read_element(node["categories"])
         return pd.Categorical.from_codes(codes, categories, ordered=bool(node.attrs["ordered"]))
     if kind in _MASKED:
-        return getattr(pd.arrays, _MASKED[kind])(read_element(node["values"]), mask=read_element(node["mask"]))
+        values = native(read_element(node["values"]))  # pandas has no others
+        return getattr(pd.arrays, _MASKED[kind])(values, mask=read_element(node["mask"]))
     if kind == _STRINGS and _reads_strings_as_pandas():
         dtype = pd.StringDtype(na_value=np.nan if node.attrs.get("na-value") == "NaN" else pd.NA)
         strings = pd.array(read_element(node["values"]), dtype=dtype)
@@ -81,12 +83,12 @@ def read_element(node: Any) -> Any:
 
 
 def _read_by_anndata(node: Any) -> Any:
-    if (native := getattr(node, "native", None)) is None:
+    if (of_hdf5 := getattr(node, "native", None)) is None:
         return load_anndata().io.read_elem(node)
     for _, member in () if is_array(node) else node.members():
         if isinstance(member, FormatError):
             raise member
-    return read_hdf5_element(native)
+    return read_hdf5_element(of_hdf5)
 
 
 def read_hdf5_element(native: Any) -> Any:

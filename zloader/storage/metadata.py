@@ -124,9 +124,9 @@ def number_dtype(path: str, data_type: Any) -> np.dtype[Any]:
     except TypeError:
         dtype = np.dtype(object)
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        name = data_type if dtype.kind == "O" else dtype
         raise FormatError(
-            f"{path} holds {data_type!r}, not real numbers of at most 64 bits: write it again as numbers, float32 for "
-            "example"
+            f"{path} holds {name}, not real numbers of at most 64 bits: write it again as numbers, float32 for example"
         )
     return dtype
 
