@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -331,8 +332,20 @@ def test_codes_without_a_category_are_damage(tmp_path: Path) -> None:
     path = written_old(labelled(["B", "T", "B"]), tmp_path / "a.h5ad")
     with h5py.File(path, "r+") as file:
         file["obs/label"][1] = 2
-    with pytest.raises(FormatError, match=r"cannot read obs of .*a\.h5ad: codes need to be between -1 and"):
+    words = r"cannot read obs of .*a\.h5ad: codes need to be between -1 and"
+    with pytest.raises(FormatError, match=words):
         zl.open_dataset(path).obs_column("label")
+    problem = next(found for found in zl.verify(path, progress=False).problems if found.where == "obs")
+    assert re.search(words, problem.what)
+
+
+def test_genes_that_are_not_there_in_a_file_of_anndata_0_6(tmp_path: Path) -> None:
+    path = tmp_path / "old.h5ad"
+    write_as_anndata_06(path)
+    with h5py.File(path, "r+") as file:
+        file["raw.X/indices"][1] = 9
+    (problem,) = zl.verify(path, progress=False).problems
+    assert (problem.where, problem.what) == ("raw/X", "row 1 has a value for gene 9, but there are 2 genes")
 
 
 @pytest.mark.parametrize("suffix", [".h5mu", ".zarr"])
@@ -597,6 +610,7 @@ def write_as_anndata_06(path: Path) -> None:
         file["uns/louvain_categories"] = np.array([b"B", b"T"])
         file["var"] = file["raw.var"] = np.array([("gene a", 7), ("gene b", 9)], [("index", "S6"), ("length", "i8")])
         file["obsm"] = np.array([((1, 2),), ((3, 4),), ((5, 6),)], [("X_pca", "f4", (2,))])
+        file["varm"] = np.array([((1, 2),), ((3, 4),)], [("PCs", "f4", (2,))])
 
 
 def read_quietly(path: Path) -> ad.AnnData:
@@ -612,6 +626,8 @@ def test_files_of_anndata_0_6(tmp_path: Path) -> None:
     assert wanted.obs.louvain.tolist() == ["T", "B", np.nan]
     zl.convert(path, tmp_path / "a.zarr", progress=False)
     assert zl.verify(tmp_path / "a.zarr", against=path).ok
+    assert zl.verify(path, against=path, progress=False).problems == ()
+    np.testing.assert_array_equal(ad.read_zarr(tmp_path / "a.zarr").varm["PCs"], wanted.varm["PCs"])
     cached = {"cache": tmp_path / "cache"}
     zl.warm(zl.open_dataset(path, **cached), x=["X", "raw/X"])
     given = [(path, {}), (path, cached), (tmp_path / "a.zarr", {}), (path, cached | {"offline": True})]

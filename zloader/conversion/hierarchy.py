@@ -18,7 +18,7 @@ from zloader.access.zarr_groups import UNDECODABLE, stored_keys
 from zloader.common.errors import FormatError, StoreError
 from zloader.conversion.destination import MARKER
 from zloader.conversion.object_writer import translated
-from zloader.dataset.elements import is_array
+from zloader.dataset.elements import is_array, is_outdated, matrix_encoding
 from zloader.dataset.h5ad import OpenedFile
 from zloader.dataset.store import OpenedStore
 from zloader.storage.coders import missing_package
@@ -81,15 +81,34 @@ class Hierarchy:
             self._read_metadata(pool)
 
     def _read_file(self, store: OpenedFile) -> None:
+        """Earlier versions of anndata wrote frames in other forms, which are read whole, and raw/X as raw.X."""
+        whole: tuple[str, ...] = ()
         for path, node in itertools.chain([("", store.root)], store.root.members()):
+            if path.startswith(whole):
+                continue
+            at = store.named(path)
             try:
                 if isinstance(node, FormatError):
                     raise node
-                self._attributes[path] = dict(node.attrs)
-                if is_array(node):
-                    self.arrays[path] = node
+                self._add_node(at, node)
+                if is_outdated(node) and isinstance(frame := store.node(at), zarr.Group):
+                    whole += (f"{path}/",)
+                    self._add_node(at, frame)
+                    for name, member in frame.members(max_depth=None):
+                        self._add_node(f"{at}/{name}", member)
             except FormatError as error:
-                self._findings.add(path or store.location.url, error)
+                self._findings.add(at or store.location.url, error)
+                whole += (f"{path}/",)
+                self._attributes.pop(at, None)
+
+    def _add_node(self, path: str, node: Any) -> None:
+        self._attributes[path] = dict(node.attrs)
+        self.arrays.pop(path, None)
+        if is_array(node):
+            self.arrays[path] = node
+        elif "h5sparse_format" in node.attrs:
+            shape = node.attrs.get("h5sparse_shape")
+            self._attributes[path] |= {"encoding-type": matrix_encoding(node), "shape": shape}
 
     def _read_metadata(self, pool: Executor) -> None:
         location, findings, nodes = self.store.location, self._findings, dict[str, Any]()

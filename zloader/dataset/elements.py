@@ -137,7 +137,7 @@ def is_outdated(node: Any) -> bool:
 
 
 def renewed(path: str, node: Any, labels: Callable[[str], Any]) -> Any:
-    """An outdated frame, or obsm, as a group in memory in today's form.
+    """An outdated frame, obsm or varm as a group in memory in today's form.
 
     `labels` returns the labels of a column of records, given their path in uns, or None. Raises any error of anndata.
     """
@@ -147,7 +147,7 @@ def renewed(path: str, node: Any, labels: Callable[[str], Any]) -> Any:
         found = _read_by_anndata(node)
         if is_array(node):
             columns = {name: found[name] for name in found.dtype.names}
-            found = columns if path.endswith("obsm") else _frame_of(columns, labels)
+            found = columns if path.endswith(("obsm", "varm")) else _frame_of(columns, labels)
         load_anndata().io.write_elem(group, path, found)
     return group[path]
 

@@ -140,6 +140,10 @@ class OpenedFile(OpenedStore):
         """Where an element is stored: anndata before 0.7 wrote raw/X as raw.X."""
         return path.replace("raw/", "raw.", 1) if path.startswith("raw/") and "raw" not in self.root else path
 
+    def named(self, path: str) -> str:
+        """The path of an element, given where it is stored."""
+        return path.replace("raw.", "raw/", 1) if path.startswith("raw.") and "raw" not in self.root else path
+
     @contextlib.contextmanager
     def reading(self, path: str, node: Any, start: int = 0, stop: int | None = None) -> Iterator[None]:
         """As for a store, and keeps what is read."""

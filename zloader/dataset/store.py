@@ -65,7 +65,7 @@ from zloader.storage.row_offsets import MOST_WHOLE, Page, RowOffsets
 _WINDOW_BYTES = 32 << 20  # of an array that is read whole, at a time
 _OF_SPARSE = ("data", "indices", "indptr")
 _OF_MODALITY = re.compile(r"mod/([^/]+)/.+", re.DOTALL)
-_FRAME = re.compile(r"((?:mod/[^/]+/)?(?:obsm|(?:raw[/.])?(?:obs|var)))(?:/(.+))?", re.DOTALL)
+_FRAME = re.compile(r"((?:mod/[^/]+/)?(?:obsm|(?:raw[/.])?(?:obs|varm?)))(?:/(.+))?", re.DOTALL)
 
 
 class OpenedStore:
@@ -258,9 +258,12 @@ class OpenedStore:
         return self._nodes[1]
 
     def __contains__(self, path: str) -> bool:
+        named = _FRAME.fullmatch(path)
         try:
-            return path in self.root
-        except UNDECODABLE:  # the element exists, but zarr cannot read it
+            if named is None or not named[2]:
+                return path in self.root
+            return named[1] in self and not is_array(node := self.node(named[1])) and named[2] in node
+        except (FormatError, *UNDECODABLE):  # the element exists, but zarr cannot read it
             return True
 
     @cached_property

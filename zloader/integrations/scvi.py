@@ -29,6 +29,7 @@ except ImportError as error:
 from zloader.common.checks import names_of, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
+from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.messages import warn_user
 from zloader.common.records import CsrArrays, Rows
@@ -79,7 +80,7 @@ class StoredRows(scipy.sparse.csr_matrix):  # type: ignore[misc]
         self._shape = (dataset.n_obs, dataset.matrices.n_genes(name))
         self._reads = 0
 
-    @functools.cached_property
+    @cached_property
     def data(self) -> NDArray[Any]:
         """The values of the first rows, in which scvi-tools looks for values that are no counts."""
         first = self[:_FEW]
