@@ -134,6 +134,19 @@ def test_float16_is_kept_or_narrowed_and_verified(tmp_path, whole):
     np.testing.assert_array_equal(read, x)
 
 
+@pytest.mark.parametrize("layout", ["csr", "csc"])
+@pytest.mark.parametrize("dtype", ["float16", ">f2", ">i4"])
+def test_genes_of_a_dtype_that_scipy_does_not_slice(tmp_path, dtype, layout):
+    x = values(dtype)
+    matrix = sparse(x)
+    if layout == "csc":
+        matrix = sparse(x.T).T
+        assert matrix.format == "csc"
+    select = zl.Selection(genes=["g5", "g0", "g2"])
+    zl.convert(annotated(matrix), tmp_path / "s.zarr", select=select, progress=False)
+    np.testing.assert_array_equal(dense(zl.open_dataset(tmp_path / "s.zarr").take(range(N_ROWS))), x[:, [5, 0, 2]])
+
+
 def test_stores_of_several_dtypes(tmp_path):
     halves, floats = values("float16"), values("float32")
     urls = []
