@@ -298,7 +298,7 @@ class DatasetContent(Content):
             assert self._single is not None
             layout = self._single.matrix_at(f"{self._above}{path}")
             part = self._single.part(layout, self._options)
-            yield self._read_as_dataset(path, [part], [self._single], numbers=lambda rows: rows)
+            yield self._read_as_dataset(path, [part], [self._single], numbers=self._numbers)
 
     def _matrix(self, name: str, of_source: str) -> Matrix:
         found = self._of_dataset(of_source)

@@ -38,6 +38,7 @@ from zloader.conversion.port import Content, Opened, Part
 from zloader.conversion.reorder import Permutation
 from zloader.conversion.selection import Selection
 from zloader.dataset.dataset import Dataset
+from zloader.dataset.elements import MUDATA
 from zloader.dataset.opening import OpenedStores, open_all
 from zloader.dataset.store import OpenedStore
 from zloader.order.permutation import key_of, permute
@@ -52,7 +53,7 @@ _NOT_A_LIST = (str, bytes, os.PathLike, pd.DataFrame, scipy.sparse.spmatrix, sci
 _ANNDATA = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
 _MODALITY = _ANNDATA | {"zloader": {"part_of": "MuData"}}  # opened by itself, it is a store whose objects all exist
 _MUDATA = {"encoding-type": "MuData", "encoding-version": "0.1.0", "axis": 0}
-_OF_ANNDATA = ("x", "genes", "genes_by", "join")  # options whose meaning differs from modality to modality
+_OF_ANNDATA = ("x", "genes", "genes_by")  # options whose meaning differs from modality to modality
 _IN_FILE = re.compile(r"(?s)(.+\.h5mu)(?:/mod)?/([^/]+)/?")
 _IN_ZARR = re.compile(r"(?s)(.+)/mod/([^/]+)/?")
 _SUFFIXES = (".h5ad", ".h5mu", ".zarr", ".h5", ".hdf5", ".parquet")
@@ -227,7 +228,7 @@ def _joined(opened: OpenedStores, select: Selection, *, whole: bool) -> Dataset:
                     f"such as FILE.h5mu/{modalities[0]}"
                 )
     rule = GeneJoin(join=select.genes if select.genes is not None else select.join, genes_by=select.genes_by)
-    rule = GeneJoin() if modalities else rule
+    rule = GeneJoin(join=select.join) if modalities else rule
     dataset = Dataset(opened, rule)
     if (len(opened.stores) > 1 or not rule.as_stored) and (lost := dataset.matrices.lost):
         warn_user(lost)
@@ -306,6 +307,8 @@ def _of_dataset(
     dataset: Dataset, select: Selection, labels: Sequence[str], how: Reading, *, modality: str = ""
 ) -> Opened:
     labels, stores = _unique(labels), dataset.stores
+    for store in stores if not modality else ():
+        _require_modalities(store)
     if modality:
         if modality not in dataset.modalities:
             raise SourceError(
@@ -351,6 +354,19 @@ def _of_dataset(
         ],
         parts=parts,
     )
+
+
+def _require_modalities(store: OpenedStore) -> None:
+    """Raises SourceError for a MuData without modalities, or with one that is a MuData."""
+    url = store.location.url
+    if store.root.attrs.get("encoding-type") == MUDATA and not store.modalities:
+        raise SourceError(f"{url} is a MuData without modalities: there is nothing to convert")
+    for name in store.modalities:
+        if store.node(f"mod/{name}").attrs.get("encoding-type") == MUDATA:
+            raise SourceError(
+                f"the modality {name!r} of {url} is a MuData itself: convert its modalities one by one, or make them "
+                "modalities of the whole"
+            )
 
 
 def _identity(store: OpenedStore) -> list[str]:
