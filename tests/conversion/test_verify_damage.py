@@ -110,8 +110,9 @@ def in_arrays(element: Any, path: str = "") -> dict[str, Any]:
     if hasattr(element, "items") and not isinstance(element, pd.Series):
         parts = [in_arrays(part, f"{path}/{name}") for name, part in element.items()]
         return {key: found for part in parts for key, found in part.items()}
-    if sp.issparse(element):
-        element = element.toarray()
+    if sp.issparse(element):  # which SciPy may crash on, if its parts do not fit together
+        parts = {name: getattr(element, name) for name in ("indptr", "indices", "data")}
+        return in_arrays(parts | {"shape": np.array(element.shape)}, path)
     return {path: (str(getattr(element, "dtype", type(element))), np.asarray(element).tolist())}
 
 
