@@ -212,12 +212,11 @@ class _FileArray:
     def chunks_of(self, piece: int) -> Iterator[NDArray[Any]]:
         """The elements of a window. Raises FormatError or CorruptChunkError."""
         start = piece * self._window
-        rows = slice(start, min(start + self._window, self._n_rows)) if self._array.shape else ()
-        if isinstance(rows, slice) and not self._file.is_renewed(self.path):
-            yield self._file.window(self.path, rows.start, rows.stop).reshape(-1)
+        if self._array.shape:
+            yield self._file.window(self.path, start, min(start + self._window, self._n_rows)).reshape(-1)
         else:
             with self._file.reading(self.path, self._array):
-                yield np.asarray(self._array[rows]).reshape(-1)
+                yield np.asarray(self._array[()]).reshape(-1)
 
 
 Check = Callable[[int, NDArray[Any]], None]  # of the number of a chunk's first element, and its elements

@@ -234,11 +234,6 @@ class OpenedStore:
         with self.reading(path, node):
             return renewed(path, node, lambda labels: self.element(labels) if labels in self else None)
 
-    def is_renewed(self, path: str) -> bool:
-        """Whether an element is a frame that an early version of anndata wrote, or in one: `node` has today's form."""
-        named = _FRAME.fullmatch(path)
-        return named is not None and is_outdated(member_of(self.root, named[1]))
-
     def damaged(self, path: str, why: str) -> FormatError:
         """The error that says that an element is damaged, and why."""
         return FormatError(f"{path} of {self.location.url} cannot be used because {why}: the store is damaged")
