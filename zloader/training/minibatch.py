@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -143,12 +142,12 @@ class Minibatch(dict[str, Any]):
         return found
 
 
-# Properties, because __getattr__ takes several times as long.
+# Properties, because __getattr__ takes several times as long; lambdas, because torch.compile takes no methodcaller.
 for _name in (
     *("row", "index", "x", "obs", "obsm", "tokens", "present", "control", "neighbors", "neighbor_weights"),
     *("set_of_row", "group"),
 ):
-    setattr(Minibatch, _name, property(operator.methodcaller("get", _name)))
+    setattr(Minibatch, _name, property(lambda minibatch, name=_name: minibatch.get(name)))
 
 
 def _shown(value: Any) -> str:
