@@ -493,7 +493,7 @@ SAMPLINGS = [
     zl.Streaming(),
     zl.Streaming(shuffle=True),
     zl.MixtureOfScanners(n_scanners=3, block_size=4),
-    zl.BlockWeightedSampling({"d1": 2, "d2": 1, "d10": 1}, column="donor", block_size=4, replace=False, total_size=40),
+    zl.BlockWeightedSampling({"d1": 2, "d2": 2, "d10": 2}, column="donor", block_size=4, replace=False),
 ]
 
 

@@ -142,12 +142,16 @@ class Minibatch(dict[str, Any]):
         return found
 
 
-# Properties, because __getattr__ takes several times as long; lambdas, because torch.compile takes no methodcaller.
+def _entry(name: str) -> property:
+    """An entry as a property, because __getattr__ takes several times as long. torch.compile takes no methodcaller."""
+    return property(lambda minibatch: minibatch.get(name))
+
+
 for _name in (
     *("row", "index", "x", "obs", "obsm", "tokens", "present", "control", "neighbors", "neighbor_weights"),
     *("set_of_row", "group"),
 ):
-    setattr(Minibatch, _name, property(lambda minibatch, name=_name: minibatch.get(name)))
+    setattr(Minibatch, _name, _entry(_name))
 
 
 def _shown(value: Any) -> str:
