@@ -188,7 +188,7 @@ class Destination:
         try:
             return {key: entry.size for key, entry in self.location.listing().items()}
         except StoreNotFoundError:
-            return {}  # `claimed` reports a missing bucket
+            return {}  # `replaced` reports a missing bucket
 
     def _complete(self, write: Callable[..., None], *args: Any) -> None:
         run_to_completion(partial(write, *args), self.location.url)
