@@ -93,9 +93,19 @@ def change_head(path: Path, chance: random.Random) -> None:
 
 
 def change_metadata(path: Path, chance: random.Random) -> None:
-    """Changes three characters of the metadata, which usually leaves valid JSON."""
+    """Changes three characters of the metadata of all nodes, which usually leaves valid JSON."""
     content = _content(path)
     name = next(name for name in METADATA if name in content)
+    for _ in range(3):
+        content[name][chance.randrange(len(content[name]))] = ord(chance.choice('0123456789abnu"{}[],:-'))
+    _store(path, content)
+
+
+def change_nodes(path: Path, chance: random.Random) -> None:
+    """Changes three characters of the metadata of one node of a store of Zarr v2, and removes the copies of all."""
+    (path / ".zmetadata").unlink()
+    content = _content(path)
+    name = chance.choice(sorted(name for name in content if name.endswith((".zarray", ".zattrs"))))
     for _ in range(3):
         content[name][chance.randrange(len(content[name]))] = ord(chance.choice('0123456789abnu"{}[],:-'))
     _store(path, content)
@@ -109,7 +119,7 @@ def cut(path: Path, chance: random.Random) -> None:
     _store(path, content)
 
 
-DAMAGES = {"bytes": change_bytes, "head": change_head, "metadata": change_metadata, "cut": cut}
+DAMAGES = {"bytes": change_bytes, "head": change_head, "metadata": change_metadata, "nodes": change_nodes, "cut": cut}
 
 
 def _content(path: Path) -> dict[str, bytearray]:

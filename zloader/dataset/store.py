@@ -239,12 +239,17 @@ class OpenedStore:
         return FormatError(f"{path} of {self.location.url} cannot be used because {why}: the store is damaged")
 
     def keys(self, group: str) -> list[str]:
-        """Sorted names of the members of a group such as `"layers"`; empty if there is no such group."""
+        """Sorted names of the members of a group such as `"layers"`; empty if there is no such group.
+
+        Raises FormatError for a group of a file that cannot be read.
+        """
         kept, members = self._kept, f"{group}/"
         if members not in kept:
             try:
                 found = self.root.get(group, {})
                 kept[members] = sorted(self.node(group) if is_array(found) else found)
+            except ZloaderError:
+                raise
             except UNDECODABLE:  # zarr lists no members if it cannot read one of them
                 inside = (key.split("/") for key in self.objects if key.startswith(members))
                 kept[members] = sorted({parts[1] for parts in inside if len(parts) > 2})
