@@ -58,10 +58,8 @@ class PackedRows:
     With framework "numpy" it has arrays of NumPy, and is `minibatch.x` with layout "csr", too.
 
     indptr: rows + 1 offsets, int32 (int64 from 2**31 values on). Row i has the values `[indptr[i], indptr[i + 1])`.
-    genes: the column of each value, ascending in each row, in the smallest unsigned dtype that holds `n_genes - 1`;
-        int32 in layout "csr".
-    values: in the stored dtype, which `zl.convert` makes as small as it can; of several stores in their common dtype.
-        In layout "csr" they have the loader's `dtype`.
+    genes: the column of each value, ascending in each row, in the smallest unsigned dtype; int32 in layout "csr".
+    values: in the stored dtype (of several stores in their common one); in layout "csr" in the loader's `dtype`.
     n_genes: columns.
 
     A `dtype` is a name, such as "bfloat16", or a dtype of torch or NumPy. The methods compute where the tensors are,
