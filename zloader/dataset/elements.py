@@ -148,7 +148,8 @@ def renewed(path: str, node: Any, labels: Callable[[str], Any]) -> Any:
         if is_array(node):
             columns = {name: found[name] for name in found.dtype.names}
             found = columns if path.endswith(("obsm", "varm")) else _frame_of(columns, labels)
-        load_anndata().io.write_elem(group, path, found)
+        above, _, name = path.rpartition("/")  # because anndata writes no key with a slash
+        load_anndata().io.write_elem(group.require_group(above) if above else group, name, found)
     return group[path]
 
 
