@@ -619,6 +619,7 @@ def read_quietly(path: Path) -> ad.AnnData:
         return ad.read_h5ad(path)
 
 
+@pytest.mark.filterwarnings("ignore:.*written without encoding metadata")  # says the newest anndata
 def test_files_of_anndata_0_6(tmp_path: Path) -> None:
     path = tmp_path / "old.h5ad"
     write_as_anndata_06(path)
