@@ -68,6 +68,13 @@ def require_whole(least: int, /, **values: int) -> None:
             raise OptionError(f"{name} must be a whole number below 2**62, not {value!r}")
 
 
+def require_natural(**values: int) -> None:
+    """Raises OptionError unless every value is a whole number of at least 0, however large."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+            raise OptionError(f"{name} must be a whole number of at least 0, not {value!r}")
+
+
 def require_flag(**values: bool) -> None:
     """Raises OptionError unless every value is True or False."""
     for name, value in values.items():

@@ -56,6 +56,12 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def unique(names: pd.Index) -> pd.Index:
+    """The names, of which repeated ones get a number."""
+    with quiet():
+        return anndata.utils.make_index_unique(names)
+
+
 def refuse_unknown(option: str, names: Sequence[str] | None, available: Sequence[str]) -> list[str]:
     """The names, or all that are available. Raises OptionError, which lists those, for a name that is not there."""
     unknown = [name for name in names or () if name not in available]
@@ -112,9 +118,7 @@ class DatasetContent(Content):
     @cached_property
     def rows(self) -> Rows | None:
         """The rows of all stores, one after another, that are stored; None for all of them."""
-        chosen = (
-            None if self._dataset.whole is self._dataset or self._dataset._chosen is None else self._dataset._chosen
-        )
+        chosen = self._dataset._chosen
         if chosen is None:
             return None
         if not self._modality:
@@ -183,10 +187,7 @@ class DatasetContent(Content):
         added = [] if self._select.source_column is None else [self._select.source_column]
         if names.name in (added if self._single is not None else self.obs_columns):
             names = names.rename(None)  # a column has the same name, but other values
-        if not self._select.unique_obs_names:
-            return names
-        with quiet():
-            return anndata.utils.make_index_unique(names)
+        return unique(names) if self._select.unique_obs_names else names
 
     def obs_column(self, name: str) -> pd.Series:
         if name == self._select.source_column:

@@ -16,7 +16,7 @@ from zloader.common.errors import OptionError, SourceError
 from zloader.common.messages import listed
 from zloader.common.records import Rows
 from zloader.conversion.columns import storable
-from zloader.conversion.contents import GROUPS, quiet, refuse_unknown, taken
+from zloader.conversion.contents import GROUPS, refuse_unknown, taken, unique
 from zloader.conversion.nodes import Node, reading, require_names, require_text
 from zloader.conversion.port import Content, Matrix
 from zloader.conversion.reorder import CscMatrix
@@ -163,10 +163,7 @@ class MemoryContent(Content):
         names = self._adata.obs_names if self._frame is None else self._frame.obs_names()
         if names.name is not None and names.name == self._select.source_column:
             names = names.rename(None)
-        if not self._select.unique_obs_names:
-            return names
-        with quiet():
-            return anndata.utils.make_index_unique(names)
+        return unique(names) if self._select.unique_obs_names else names
 
     def obs_column(self, name: str) -> pd.Series:
         if name == self._select.source_column:

@@ -120,7 +120,7 @@ def verify(
     """
     started = time.perf_counter()
     location = location_of(url, storage_options).pinned()
-    findings, compared = Findings(location.url), list[Opened]()
+    findings, compared = Findings(location.url), None
     seen = dict.fromkeys(("rows", "genes", "arrays", "chunks", "values"), 0)
     with contextlib.ExitStack() as opened:
         opened.enter_context(library_settings())
@@ -134,24 +134,18 @@ def verify(
             n_threads = max(1, min(_THREADS, working_bytes(memory) // _THREAD_BYTES))
             pool = opened.enter_context(ThreadPoolExecutor(n_threads, thread_name_prefix="zloader-verify"))
             opened.callback(pool.shutdown, cancel_futures=True)  # after Ctrl-C, of the reads that have not started
-            with reporting(
-                findings, location.url, ""
-            ):  # of what leaves nothing to check, such as a damaged list of groups
+            # Reports what leaves nothing to check, such as a damaged list of groups.
+            with reporting(findings, location.url, ""):
                 hierarchy = Hierarchy(store, findings, pool)
                 hierarchy.check()
                 seen |= hierarchy.seen()
                 if against is not None:
                     with reporting(findings, AGAINST):
-                        how: dict[str, Any] = {"window_bytes": ConvertOptions(memory=memory).window}
-                        how["memory"] = working_bytes(memory) // 8  # of each side
-                        compared.append(opened.enter_context(open_parts(dataset, Selection(), how=Reading(**how))))
-                        select, order = arrangement(store, compared[0], genes_by)
                         options = storage_options if source_options is None else source_options
-                        sources = open_parts(against, select, storage_options=options, how=Reading(**how, **order))
-                        compared.append(opened.enter_context(sources))
+                        compared = _both_opened(dataset, against, genes_by, options, memory, opened)
                 equal = set[str]()  # matrices whose chunks have all been read
-                if len(compared) == 2:
-                    equal = compare(store, compared[0], compared[1], findings, bars)
+                if compared is not None:
+                    equal = compare(store, *compared, findings, bars)
                 _Scan(hierarchy, findings, pool, bars).run(equal)
     return Verification(
         url=location.url,
@@ -159,9 +153,26 @@ def verify(
         objects=len(sizes),
         bytes_read=sum(sizes.values()),
         problems=findings.problems(),
-        against=tuple(compared[1].names) if len(compared) == 2 else (),
+        against=() if compared is None else tuple(compared[1].names),
         seconds=time.perf_counter() - started,
     )
+
+
+def _both_opened(
+    dataset: Dataset,
+    against: Sources,
+    genes_by: GenesBy,
+    storage_options: Mapping[str, Any] | None,
+    memory: int | str,
+    until: contextlib.ExitStack,
+) -> tuple[Opened, Opened]:
+    """The store and its sources, arranged as `convert` stored them, until the stack is closed."""
+    how: dict[str, Any] = {"window_bytes": ConvertOptions(memory=memory).window}
+    how["memory"] = working_bytes(memory) // 8  # of each side
+    stored = until.enter_context(open_parts(dataset, Selection(), how=Reading(**how)))
+    select, order = arrangement(dataset.store, stored, genes_by)
+    sources = open_parts(against, select, storage_options=storage_options, how=Reading(**how, **order))
+    return stored, until.enter_context(sources)
 
 
 def _opened(location: Location, findings: Findings) -> Dataset | None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common import page_cache
-from zloader.common.checks import is_number, one_or_more, require_count
+from zloader.common.checks import is_number, one_or_more, require_count, require_natural
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, windows_of
 from zloader.order.permutation import key_of, permute, words_at
@@ -42,7 +42,7 @@ def parts_of_rows(
     if by is not None and stratify is not None:
         raise OptionError("give either by or stratify, not both: whole groups cannot keep the proportions of labels")
     by_columns, strata = _names(by=by), _names(stratify=stratify)
-    _require_seed(seed)
+    require_natural(seed=seed)
     sizes = _sizes(listed(shares), n_rows)
     if not by_columns and not strata:
         return _spread(np.zeros(n_rows, np.uint8), np.array([n_rows]), sizes, seed)
@@ -62,7 +62,7 @@ def dealt_in_blocks(n_parts: int, n_rows: int, *, block_size: int, seed: int) ->
     to the parts. Raises OptionError.
     """
     require_count(parts=n_parts, block_size=block_size)
-    _require_seed(seed)
+    require_natural(seed=seed)
     if n_rows < n_parts:
         raise OptionError(f"{n_rows} rows cannot be divided into {n_parts} parts: give fewer parts")
     part_rows = n_rows // n_parts
@@ -81,11 +81,6 @@ def listed(shares: Shares) -> list[float]:
         return list(shares.values() if isinstance(shares, Mapping) else shares)
     except TypeError as error:
         raise OptionError(f"give the parts as a list such as [0.9, 0.1], or a dict by name, not {shares!r}") from error
-
-
-def _require_seed(seed: Any) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise OptionError(f"seed must be a whole number of at least 0, not {seed!r}")
 
 
 def _sizes(shares: Sequence[float], n_rows: int) -> Rows:

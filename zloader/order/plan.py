@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_count, require_flag
+from zloader.common.checks import require_count, require_flag, require_natural
 from zloader.common.errors import OptionError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
@@ -111,10 +111,7 @@ class Plan:
     def __post_init__(self) -> None:
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
         require_count(world_size=self.world_size)
-        for name in ("seed", "epoch", "rank"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-                raise OptionError(f"{name} must be a whole number of at least 0, not {value!r}")
+        require_natural(seed=self.seed, epoch=self.epoch, rank=self.rank)
         # NumPy integers overflow; Python integers do not.
         sizes = ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size")
         for name in sizes:
