@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.training.recipes import LAYOUTS
-from zloader.transforms import Clip, Downsample, LogNormalize, Normalize, RowValues, Scale, Transform
+from zloader.transforms import Clip, Downsample, LogNormalize, Normalize, Scale
+from zloader.transforms.transform import RowValues, Transform
 
 N_ROWS, N_GENES = 9, 6
 ADATA = counts(N_ROWS, N_GENES, density=0.5)

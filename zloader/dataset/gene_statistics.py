@@ -98,9 +98,8 @@ class _Part(dict[int, Sums]):
 class StatisticsPass:
     """A pass over the rows of a dataset or view: a matrix `x` with transforms, by the values of an obs column.
 
-    All genes are summed up, also those that a panel lacks. The cache keeps the result, but not with transforms of the
-    user's own, because nothing tells when their code changes. Raises OptionError for rows without a batch and batches
-    of a single row, and the errors of a Loader.
+    All genes are summed up, also those that a panel lacks. The cache keeps the result. Raises OptionError for rows
+    without a batch and batches of a single row, and the errors of a Loader.
     """
 
     def __init__(
@@ -142,9 +141,8 @@ class StatisticsPass:
         """
         recipe, genes = self._recipe(sum_up), self.matrices.gene_names(self.x)
         transforms = recipe.transforms[self.x].transforms if recipe.transforms else ()
-        own = not all(type(each).__module__.startswith("zloader.transforms.") for each in transforms)
         directory = self.table.directory
-        if directory is None or own:
+        if directory is None:
             return self._summed(recipe, sum_up, title)
         dependencies = (self.table.fingerprint, self.x, name, self.batches.name, [str(gene) for gene in genes])
         kept, shape = f"gene_statistics/{_key(dependencies, transforms)}", (len(self.batches.n_obs), 3, len(genes))

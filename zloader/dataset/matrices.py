@@ -39,7 +39,7 @@ from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
 from zloader.storage.decode import decodes_in_numpy
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.row_blocks import RowForm
-from zloader.transforms.transform import Columns, Transform, bound_transforms
+from zloader.transforms.transform import Transform, require_combinable
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -177,11 +177,9 @@ class Matrices:
         If it has `genes`, the Recipe takes the parts of x with all genes. Raises OptionError for transforms that cannot
         be combined with each other, or with the other options.
         """
-        columns = Columns(
-            n_genes=self.n_genes(x), find_names=lambda: self.gene_names(x), where=f"{x} of {self._opened.url}"
-        )
-        genes = self.chosen(x)
-        bound = bound_transforms(transforms, columns, dense=dense, dtype=dtype, chosen=genes is not None)
+        genes, n_genes, where = self.chosen(x), self.n_genes(x), f"{x} of {self._opened.url}"
+        require_combinable(transforms, dense=dense, dtype=dtype, chosen=genes is not None)
+        bound = [transform.bound(n_genes, lambda: self.gene_names(x), where) for transform in transforms]
         later = genes if any(transform.whole_rows for transform in bound) else None
         return Transforming(transforms=bound, seed=0, epoch=0, dense=dense, dtype=dtype, genes=later)
 

@@ -11,7 +11,7 @@ makes other values of their zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.common.errors import OptionError
-from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows, X
 from zloader.reading import gather
 from zloader.reading.loops import ascend_strictly
@@ -133,18 +131,6 @@ def without_zeros(x: CsrArrays) -> CsrArrays:
     return x if n_left == n_stored else replace(x, indices=x.indices[:n_left].copy(), values=x.values[:n_left].copy())
 
 
-def called(what: str, function: Callable[[Any], Any], argument: Any, rows: Rows) -> Any:
-    """The result of a function of the user's own. Its errors are raised with a note of `what` it is and the rows."""
-    try:
-        return function(argument)
-    except Exception as error:
-        note = f"raised by {what} for {len(rows)} rows of the dataset: {listed(rows)}"
-        error.add_note(note)
-        if isinstance(error, StopIteration | StopAsyncIteration):  # it would end the epoch as if it were complete
-            raise RuntimeError(f"{error!r} {note}") from error
-        raise
-
-
 @dataclass(frozen=True, kw_only=True)
 class Transforming:
     """How x of one matrix is made of gathered rows. `transforms` are bound to the columns of x.
@@ -221,10 +207,7 @@ class Transforming:
         for number, transform in numbered:
             given = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number)
             given.totals = totals
-            values = given.values
-            made = called(f"transform {type(transform).__name__}", transform.apply, given, rows)
-            if not (made is None or made is values) or given.values is not values:
-                raise OptionError(f"apply of {transform} made new values, which nobody reads: change x.values in place")
+            transform.apply(given)
         return x
 
     def _chosen(self, x: X, rows: Rows, genes: ChosenGenes) -> X:

@@ -163,10 +163,6 @@ class LoadedRows:
         try:
             return transforming.x(gathered, rows, self.totals[taken])
         except RefusedValue as refused:
-            if not 0 <= refused.row < len(rows):
-                raise OptionError(
-                    f"row {refused.row!r:.100} of a RefusedValue must be from 0 to {len(rows) - 1}, counted in x"
-                ) from refused
             raise OptionError(f"{self._found(refused.value, refused.row, taken, rows)}: {refused.why}") from None
 
     def _found(self, value: Any, row: int, taken: Rows, rows: Rows) -> str:

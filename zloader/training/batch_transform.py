@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from zloader.common.errors import OptionError
+from zloader.common.messages import listed
 from zloader.common.records import MinibatchArrays, Rows
-from zloader.reading.forms import called
 from zloader.training.arrays import is_array, is_sparse, is_tensor
 from zloader.training.minibatch import Minibatch
 
@@ -73,16 +73,26 @@ def _each(
     for minibatch, (first, last) in zip(convert(together, cuts), pairwise(cuts), strict=True):
         value, rows, n_bytes = minibatch, index[first:last], share * (last - first)
         if function is not None:
-            value = called(f"batch_transform {_name(function)}", function, minibatch, rows)
+            value = _called(function, minibatch, rows)
         if function is not None or minibatch.tokens is not None:  # they are padded by now
             n_bytes = max(n_bytes, _bytes_of(value))
         yield Made(value=value, index=rows, nbytes=n_bytes)
 
 
-def _name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__qualname__", type(function).__qualname__)
+def _called(function: BatchTransform, minibatch: Minibatch, rows: Rows) -> Any:
+    """What the function returns. Its errors are raised with a note of its name and the rows."""
+    try:
+        return function(minibatch)
+    except Exception as error:
+        named: Any = function
+        while isinstance(named, functools.partial):
+            named = named.func
+        name = getattr(named, "__qualname__", type(named).__qualname__)
+        note = f"raised by batch_transform {name} for {len(rows)} rows of the dataset: {listed(rows)}"
+        error.add_note(note)
+        if isinstance(error, StopIteration | StopAsyncIteration):  # it would end the epoch as if it were complete
+            raise RuntimeError(f"{error!r} {note}") from error
+        raise
 
 
 def _bytes_of(value: Any, depth: int = _DEPTH) -> int:

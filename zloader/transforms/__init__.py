@@ -18,20 +18,8 @@ from zloader.transforms.downsampling import Downsample
 from zloader.transforms.normalizing import LogNormalize, Normalize
 from zloader.transforms.of_values import Clip, Scale
 from zloader.transforms.statistics import GeneStatistics
-from zloader.transforms.transform import Columns, RefusedValue, RowValues, Transform
 
-__all__ = [
-    "Clip",
-    "Columns",
-    "Downsample",
-    "GeneStatistics",
-    "LogNormalize",
-    "Normalize",
-    "RefusedValue",
-    "RowValues",
-    "Scale",
-    "Transform",
-]
+__all__ = ["Clip", "Downsample", "GeneStatistics", "LogNormalize", "Normalize", "Scale"]
 
 for _name in __all__:
     globals()[_name] = answers(globals()[_name])

@@ -62,23 +62,15 @@ def sum_of(values: NDArray[Any]) -> float:
 
 
 @compiled
-def _factor(values: NDArray[Any], target_sum: float) -> float:
+def _factor(values: NDArray[Any], totals: NDArray[np.float64] | None, row: int, target_sum: float) -> float:
     """The factor that makes the total of a row `target_sum`, or -1 if there is a negative value."""
-    negative = False
-    for i in range(len(values)):
-        negative |= values[i] < 0
-    if negative:
-        return -1.0
-    total = sum_of(values)
-    return target_sum / total if total != 0 else 0.0
-
-
-@compiled
-def _factor_in(values: NDArray[Any], totals: NDArray[np.float64] | None, row: int, target_sum: float) -> float:
-    """As `_factor`, of a row whose total is known if `totals` is not None."""
     if totals is None:
-        return _factor(values, target_sum)
-    total = totals[row]
+        negative = False
+        for i in range(len(values)):
+            negative |= values[i] < 0
+        total = -1.0 if negative else sum_of(values)
+    else:
+        total = totals[row]
     return -1.0 if total < 0 else target_sum / total if total != 0 else 0.0
 
 
@@ -87,7 +79,7 @@ def _normalize(values: NDArray[Any], starts: Rows, totals: NDArray[np.float64] |
     """Scales each row to a total of `target_sum`. Returns a row with a negative value, or -1."""
     for row in range(len(starts) - 1):
         of_row = values[starts[row] : starts[row + 1]]
-        factor = _factor_in(of_row, totals, row, target_sum)
+        factor = _factor(of_row, totals, row, target_sum)
         if factor < 0:
             return row
         for i in range(len(of_row)):
@@ -102,7 +94,7 @@ def _log_normalize(
     """As `_normalize`, and then the logarithm times `unit`, or the natural logarithm if that is None."""
     for row in range(len(starts) - 1):
         of_row = values[starts[row] : starts[row + 1]]
-        factor = _factor_in(of_row, totals, row, target_sum)
+        factor = _factor(of_row, totals, row, target_sum)
         if factor < 0:
             return row
         if factor > _MOST:  # float32 may not hold it
@@ -136,7 +128,7 @@ class Normalize(Transform):
 
     target_sum: float
 
-    whole_rows = row_totals = makes_fractions = True
+    whole_rows = row_totals = needs_floats = True
 
     def __post_init__(self) -> None:
         number = self.target_sum
@@ -176,11 +168,8 @@ class LogNormalize(Normalize):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.base is None:
-            return
-        if not is_number(self.base) or not self.base > 1:
+        if self.base is not None and not (is_number(self.base) and self.base > 1):
             raise OptionError(f"base must be a number above 1, or None for the natural logarithm, not {self.base!r}")
-        object.__setattr__(self, "base", float(self.base))
 
     def apply(self, x: RowValues) -> None:
         unit = None if self.base is None else 1.0 / math.log(self.base)

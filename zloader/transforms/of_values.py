@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 
 from zloader.common.checks import is_number
 from zloader.common.compiled import compiled
+from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.transforms.statistics import GeneStatistics
-from zloader.transforms.transform import Columns, RowValues, Transform
+from zloader.transforms.transform import RowValues, Transform
 
 
 @compiled
@@ -61,43 +63,29 @@ class Clip(Transform):
     high: float | None
 
     def __post_init__(self) -> None:
-        for name, limit in (("low", self.low), ("high", self.high)):
-            if limit is None:
-                continue
-            if not is_number(limit) or math.isnan(limit):
-                raise OptionError(f"{name} must be a number, or None for no limit, not {limit!r:.100}")
-        if self.low is not None and self.high is not None and self.low > self.high:
-            raise OptionError(f"low must be at most high, but {self.low!r} is above {self.high!r}")
-        if self.low is None and self.high is None:
-            raise OptionError("Clip(None, None) limits nothing: give low or high")
+        low, high = self._limits
+        if not (is_number(low) and is_number(high) and low <= high):
+            raise OptionError(f"Clip needs numbers low <= high, or None for no limit, not {self.low!r}, {self.high!r}")
 
     @property
     def _limits(self) -> tuple[float, float]:
-        return -math.inf if self.low is None else float(self.low), math.inf if self.high is None else float(self.high)
+        return -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
 
     @property
-    def makes_fractions(self) -> bool:
-        return any(math.isfinite(limit) and limit != math.floor(limit) for limit in self._limits)
+    def needs_floats(self) -> bool:  # type: ignore[override]
+        given = [limit for limit in (self.low, self.high) if limit is not None]
+        return any(abs(limit) >= 2**31 or limit != math.floor(limit) for limit in given)
 
     @property
-    def makes_zeros(self) -> bool:
+    def makes_zeros(self) -> bool:  # type: ignore[override]
         return 0 in self._limits
 
     @property
-    def fills_zeros(self) -> str:
-        """How to avoid that zeros become other values; empty if they stay zero."""
-        low, high = self._limits
-        return "" if low <= 0 <= high else "let the range contain 0"
-
-    def require_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raises OptionError if x of this dtype cannot hold a limit."""
-        for limit in self._limits:
-            whole = dtype.kind in "iu" and math.isfinite(limit)
-            if whole and not np.iinfo(dtype).min <= limit <= np.iinfo(dtype).max:
-                raise OptionError(f"{self} limits values to {limit!r}, which {dtype} cannot hold: choose another dtype")
+    def fills_zeros(self) -> bool:  # type: ignore[override]
+        return not self._limits[0] <= 0 <= self._limits[1]
 
     def apply(self, x: RowValues) -> None:
-        _clip(x.values, *self._limits)
+        _clip(x.values, *map(float, self._limits))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +108,7 @@ class Scale(Transform):
     mean: GeneStatistics | NDArray[Any] | None = None
     std: GeneStatistics | NDArray[Any] | None = None
 
-    by_gene = makes_fractions = True
+    by_gene = needs_floats = True
 
     def __post_init__(self) -> None:
         if isinstance(self.mean, GeneStatistics) and self.std is None:
@@ -128,28 +116,36 @@ class Scale(Transform):
         if self.mean is None and self.std is None:
             raise OptionError("Scale needs a mean or a std: write Scale(dataset.gene_statistics(...))")
         for name in ("mean", "std"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, GeneStatistics):
+            if not isinstance(given := getattr(self, name), GeneStatistics | None):
                 object.__setattr__(self, name, _numbers(name, given))
 
     def __repr__(self) -> str:
-        parts = [f"{name}=..." for name in ("mean", "std") if getattr(self, name) is not None]
-        return f"Scale({', '.join(parts)})"
+        return f"Scale({', '.join(f'{name}=...' for name, value in vars(self).items() if value is not None)})"
 
     @property
-    def fills_zeros(self) -> str:
-        """How to avoid that zeros become other values; empty if they stay zero."""
-        return "" if self.mean is None else "leave out the mean, as in Scale(std=...)"
+    def fills_zeros(self) -> bool:  # type: ignore[override]
+        return self.mean is not None
 
-    def bound(self, columns: Columns) -> Transform:
+    def bound(self, n_genes: int, names: Callable[[], pd.Index], where: str) -> Transform:
         """With arrays for these columns. Raises OptionError if a gene is missing, or the arrays are of another size."""
-        return replace(self, mean=_of_columns("mean", self.mean, columns), std=_of_columns("std", self.std, columns))
+
+        def of_columns(name: str) -> NDArray[Any] | None:
+            given = getattr(self, name)
+            if isinstance(given, GeneStatistics):
+                return _numbers(name, getattr(given.of(names(), where), name))
+            if given is not None and len(given) != n_genes:
+                raise OptionError(
+                    f"{name} of Scale has {len(given)} numbers, but {where} has {n_genes} columns: give one number per "
+                    "column of x, or what dataset.gene_statistics() returned"
+                )
+            return given  # type: ignore[no-any-return]
+
+        return replace(self, mean=of_columns("mean"), std=of_columns("std"))
 
     def apply(self, x: RowValues) -> None:
-        assert not isinstance(self.mean, GeneStatistics)  # it is bound
-        assert not isinstance(self.std, GeneStatistics)
-        inverse = None if self.std is None else 1 / self.std
-        _scale(x.values, x.starts, x.columns, self.mean, inverse)
+        mean, std = self.mean, self.std
+        assert not isinstance(mean, GeneStatistics) and not isinstance(std, GeneStatistics)  # it is bound  # noqa: PT018
+        _scale(x.values, x.starts, x.columns, mean, None if std is None else 1 / std)
 
 
 def _numbers(name: str, given: Any) -> NDArray[np.float64]:
@@ -163,23 +159,9 @@ def _numbers(name: str, given: Any) -> NDArray[np.float64]:
             f"{name} must be an array of one number per gene, or what dataset.gene_statistics() returned, not "
             f"{given!r:.100}"
         )
-    unfit = ~np.isfinite(numbers) if name == "mean" else ~((numbers >= 0) & np.isfinite(numbers))
-    if unfit.any():
-        gene = int(np.flatnonzero(unfit)[0])
-        raise OptionError(f"{name} is {numbers[gene]} for gene {gene}: give a finite number for each gene")
+    unfit = np.flatnonzero(~np.isfinite(numbers) | ((name == "std") & (numbers < 0)))
+    if len(unfit):
+        raise OptionError(f"{name} is {numbers[unfit[0]]} for gene {unfit[0]}: give a finite number for each gene")
     if name == "std":
         numbers[numbers == 0] = 1
     return numbers
-
-
-def _of_columns(name: str, given: GeneStatistics | NDArray[Any] | None, columns: Columns) -> NDArray[np.float64] | None:
-    if given is None:
-        return None
-    if isinstance(given, GeneStatistics):
-        return _numbers(name, getattr(given.of(columns.names, columns.where), name))
-    if len(given) != columns.n_genes:
-        raise OptionError(
-            f"{name} of Scale has {len(given)} numbers, but {columns.where} has {columns.n_genes} columns: give one "
-            "number per column of x, or what dataset.gene_statistics() returned"
-        )
-    return given
