@@ -65,7 +65,7 @@ def test_transforms_come_first(store):
     check(drawn, np.concatenate(rows).astype(np.float64))
     with pytest.raises(OptionError, match="only layout='dense' can hold"):
         dataset.gene_statistics(transforms=[Scale(drawn)])
-    with pytest.raises(OptionError, match="must be a list of objects of zl.transforms"):
+    with pytest.raises(OptionError, match="must be a list of objects"):
         dataset.gene_statistics(transforms=["LogNormalise"])
     with pytest.raises(ZloaderError, match="Did you mean 'layers/dense'"):
         dataset.gene_statistics("dense")
