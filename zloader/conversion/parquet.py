@@ -1,16 +1,15 @@
 """`zl.Parquet`: a row per cell, with its genes and their values in two columns of lists, as on Hugging Face.
 
-The footers of all files are read at once, and the file with the names of genes. Files are read in order, and each row
-group is decoded once per pass, in batches that take about 16 MiB. The lists of Arrow are the arrays of a CSR matrix
-already. Only the genes become positions, with one look-up per value. The other columns are copied to a temporary file
-first, by the row group, because obs is read one column at a time.
+pyarrow reads the footers of all files first, in threads, then row group after row group, in batches of about 16 MiB.
+The lists of Arrow are the arrays of a CSR matrix already; only the genes become positions. The other columns are copied
+to a temporary file first, because obs is read one column at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
-import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import pandas as pd
 import scipy.sparse
+from fsspec.spec import AbstractBufferedFile
 from numpy.typing import NDArray
 
 from zloader.access.location import Location, location_of
@@ -32,7 +32,6 @@ from zloader.common.messages import listed, warn_user
 from zloader.common.options import MiB
 from zloader.common.records import Rows
 from zloader.conversion.nodes import reading, require_text
-from zloader.conversion.remote_file import BlockCache, RemoteFile
 from zloader.conversion.rows import MOST_BYTES
 
 pa, pc, pq = Deferred("pyarrow"), Deferred("pyarrow.compute"), Deferred("pyarrow.parquet")
@@ -42,16 +41,15 @@ _IDS = ("token_id", "gene_token_id", "gene_id", "id")  # columns of gene metadat
 _GENE_NAMES = ("ensembl_id", "feature_id", "gene_symbol", "gene_name", "feature_name")  # the first of them names genes
 _PANDAS_INDEX = "__index_level_0__"
 _FOOTERS = 8  # read at a time
-_BATCH = 1000  # rows, of which the names of genes are collected
+_BLOCKS = 8  # of a remote file in memory: two columns of lists are read at a time
 _MOST_ID = 1 << 27  # the look-up table takes 4 bytes per id
-_MOST_NAMES = 1 << 22  # of genes; a column with more is another one
 _MARKER = (1, -2)  # the gene and the value that begin each row of Tahoe-100M
 _VALUE_BYTES = 64  # of a value while Arrow decodes it, measured
 _NEEDS = "it needs a newer pyarrow"
 
 Place: TypeAlias = str | os.PathLike[str]
 # The positions in var of the genes in an array of Arrow without nulls; -1 for an unknown gene.
-GeneLookup: TypeAlias = Callable[[Any], NDArray[np.int32]]
+GeneLookup: TypeAlias = Callable[[Any], NDArray[np.integer]]
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,11 @@ class Parquet:
 
     - `url`: a file, a directory of files, a glob, or a list of them. URLs of any fsspec scheme, also `hf://datasets/...`.
     - `gene_metadata`: a Parquet file with a row for each gene. It becomes var. Its names of genes are the first of
-      `ensembl_id`, `gene_symbol`, `gene_name` or another column of text that has no repeated values. Where the lists
-      hold names instead of ids, it can be left out, and their names in alphabetical order become var.
+      `ensembl_id`, `gene_symbol`, `gene_name` or another column of text that has no repeated values.
     - `lists`: the two columns of lists: the ids or names of the genes of a cell, and their values. By default `genes`
       and `expressions`, or `gene_token_id` and `gene_expression`. Other columns become obs.
     - `gene_id`: the column of `gene_metadata` with what the lists hold. For ids by default `token_id`, `gene_token_id`,
-      `gene_id` or `id`, and for names the first that has those of the first cells.
+      `gene_id` or `id`, and for names the column that names the genes of var.
     - `obs_names`: the column with the names of cells. By default they are numbered.
 
     The marker (gene 1, value -2) that begins each row of Tahoe-100M is left out, with a warning.
@@ -98,19 +95,25 @@ class Parquet:
             importlib.import_module("pyarrow.parquet")
         except ImportError as error:
             raise SourceError(f'{self.url} is read by pyarrow: pip install "zloader[parquet]" ({error})') from error
-        given = [self.url] if isinstance(self.url, (str, os.PathLike)) else list(self.url)
-        found = [
-            each for url in given for place in location_of(url, storage_options).matches() for each in _files(place)
-        ]
-        places = [place for place, _ in found]
-        genes = [] if self.gene_metadata is None else location_of(self.gene_metadata, storage_options).matches()
+
+        def of(urls: Iterable[Place]) -> list[tuple[Location, StoredObject]]:
+            return [
+                file for url in urls for place in location_of(url, storage_options).matches() for file in _files(place)
+            ]
+
+        found = of([self.url] if isinstance(self.url, (str, os.PathLike)) else self.url)
+        genes = of([] if self.gene_metadata is None else [self.gene_metadata])
         with ThreadPoolExecutor(_FOOTERS, thread_name_prefix="zloader-footers") as threads:
-            files = list(threads.map(ListFile.read, places, [stored.size for _, stored in found]))
+            files = list(threads.map(ListFile.read, found))
         columns = (*_list_columns(files[0], self.lists), _index_column(files[0], self.obs_names))
-        found += [_files(place)[0] for place in genes]
-        objects = [(place.url.rpartition("/")[2], each.size, each.tag, each.stamp) for place, each in found]
-        source = ListRows(files, columns, *_gene_axis(files, columns[0], genes, self.gene_id))
-        source.bytes_in = sum(stored.size for _, stored in found)
+        if not genes:
+            raise SourceError(
+                f"{listed((place.url for place, _ in found), 1)} has only the ids of genes: name the Parquet file with "
+                "their names with zl.Parquet(..., gene_metadata=...) (--gene-metadata FILE)"
+            )
+        source = ListRows(files, columns, *_gene_axis(genes, _list_kind(files[0].types[columns[0]]), self.gene_id))
+        objects = [(place.url.rpartition("/")[2], each.size, each.tag, each.stamp) for place, each in found + genes[:1]]
+        source.bytes_in = sum(size for _, size, *_ in objects)
         source.fingerprint = hashlib.sha256(repr((objects, columns, self.gene_id)).encode()).hexdigest()[:32]
         return source
 
@@ -126,19 +129,38 @@ def _files(place: Location) -> list[tuple[Location, StoredObject]]:
     return [(replace(place, url=f"{place.url.rstrip('/')}/{name}"), objects[name]) for name in names]
 
 
-def _opened(place: Location, cache: BlockCache, size: int, dictionaries: Sequence[str] = ()) -> Any:
-    """A Parquet file. A context manager. Of a row group, which may be large, it reads a MiB per column at a time.
+class _RemoteFile(AbstractBufferedFile):  # type: ignore[misc]
+    """A remote file that pyarrow reads, in blocks that stay in memory for a while. Raises StoreError."""
 
-    `dictionaries` are the paths of columns of text that are read as dictionaries.
-    """
-    with reading(place.url, "cannot be opened as Parquet", needs=_NEEDS):
-        file = place.path if place.scheme == "file" else RemoteFile(place, size, cache)
-        return pq.ParquetFile(file, buffer_size=MiB, read_dictionary=list(dictionaries))
+    def __init__(self, place: Location, size: int, *, blocks: int) -> None:
+        """Without `blocks`, it reads exactly what it is asked for."""
+        kept = (
+            {"cache_type": "background", "cache_options": {"maxblocks": blocks}} if blocks else {"cache_type": "none"}
+        )
+        super().__init__(place.filesystem(), place.path, block_size=4 * MiB, size=size, **kept)
+        self._place = place
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        with self._place.translated("read"):
+            stored: bytes = self.fs.cat_file(self.path, start=start, end=end)
+        return stored
+
+
+@contextlib.contextmanager
+def _opened(place: Location, size: int, *, blocks: int = 0, **options: Any) -> Iterator[Any]:
+    """A Parquet file. Raises SourceError for what pyarrow raises, also while it is open."""
+    with (
+        reading(place.url, "cannot be read as Parquet", needs=_NEEDS),
+        pq.ParquetFile(
+            place.path if place.scheme == "file" else _RemoteFile(place, size, blocks=blocks), **options
+        ) as file,
+    ):
+        yield file
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListFile:
-    """The footer of a file: the `types` of its columns by name, the paths to their `leaves`, the rows of row `groups`.
+    """The footer of a file: the `types` of its columns by name, and the rows of its row `groups`.
 
     `n_values` is the most that a column of lists can have.
     """
@@ -146,51 +168,27 @@ class ListFile:
     place: Location
     n_bytes: int
     types: Mapping[str, Any]
-    leaves: Sequence[str]
-    groups: Rows
-    n_rows: int
+    groups: Sequence[int]
     n_values: int
 
     @classmethod
-    def read(cls, place: Location, n_bytes: int) -> ListFile:
+    def read(cls, found: tuple[Location, StoredObject]) -> ListFile:
         """Reads the footer. Raises SourceError."""
-        with _opened(place, BlockCache(max_blocks=2), n_bytes) as file, reading(place.url, needs=_NEEDS):
-            schema, footer = file.schema_arrow, file.metadata
-            groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        place, stored = found
+        with _opened(place, stored.size) as file:
+            schema, groups = file.schema_arrow, [file.metadata.row_group(i) for i in range(file.num_row_groups)]
             values = [max(group.column(i).num_values for i in range(group.num_columns)) for group in groups]
-            rows = np.array([group.num_rows for group in groups], np.int64)
-            types = dict(zip(schema.names, map(_common_type, schema.types), strict=True))
-            leaves = [footer.schema.column(number).path for number in range(footer.num_columns)]
-        n_rows = int(rows.sum())
-        sizes = {"n_bytes": n_bytes, "n_rows": n_rows, "n_values": sum(values)}
-        return cls(place=place, types=types, leaves=leaves, groups=rows, **sizes)
-
-    def list_kind(self, name: str) -> str:
-        """The kind of numbers or text that the lists of a column hold, as numpy calls it; "" for everything else."""
-        found = self.types[name]
-        if not pa.types.is_list(found) and not pa.types.is_large_list(found):
-            return ""
-        if _is_text(found.value_type):
-            return "U"
-        numbers = pa.types.is_integer(found.value_type) or pa.types.is_floating(found.value_type)
-        return str(np.dtype(found.value_type.to_pandas_dtype()).kind) if numbers else ""
-
-    def batches(self, lists: Sequence[str], rows: int, group: int = 0) -> Iterator[Any]:
-        """Columns of lists from a row group on, in batches. Text comes as dictionaries."""
-        text = [
-            leaf for name in lists if self.list_kind(name) == "U" for leaf in self.leaves if leaf.startswith(f"{name}.")
-        ]
-        groups = range(group, len(self.groups))
-        with _opened(self.place, BlockCache(), self.n_bytes, text) as source:
-            # pyarrow cannot read dictionaries in lists beyond the end of a row group.
-            for part in [[each] for each in groups] if text else [groups]:
-                yield from source.iter_batches(rows, row_groups=part, columns=list(lists))
+            return cls(
+                place=place,
+                n_bytes=stored.size,
+                types=dict(zip(schema.names, map(_common_type, schema.types), strict=True)),
+                groups=[group.num_rows for group in groups],
+                n_values=sum(values),
+            )
 
 
 def _common_type(found: Any) -> Any:
-    """The type of a column in all files, whose dictionaries may differ. Lists are those of the values themselves."""
-    if (pa.types.is_list(found) or pa.types.is_large_list(found)) and pa.types.is_dictionary(found.value_type):
-        return pa.list_(found.value_type.value_type)
+    """The type of a column in all files, whose dictionaries may differ."""
     is_dictionary = pa.types.is_dictionary(found)
     return pa.dictionary(pa.int32(), found.value_type, found.ordered) if is_dictionary else found
 
@@ -199,141 +197,71 @@ def _is_text(found: Any) -> bool:
     return bool(pa.types.is_string(found) or pa.types.is_large_string(found))
 
 
+def _list_kind(found: Any) -> str:
+    """The kind of numbers or text that a column of lists holds, as numpy calls it; "" for everything else."""
+    if not pa.types.is_list(found) and not pa.types.is_large_list(found):
+        return ""
+    if _is_text(found.value_type):
+        return "U"
+    numbers = pa.types.is_integer(found.value_type) or pa.types.is_floating(found.value_type)
+    return str(np.dtype(found.value_type.to_pandas_dtype()).kind) if numbers else ""
+
+
 def _list_columns(file: ListFile, given: tuple[str, str] | None) -> tuple[str, str]:
     """The names of the two columns of lists. Raises SourceError if the file lacks them, or if they are no lists."""
-    found = next((pair for pair in _LISTS if set(pair) <= set(file.types)), None) if given is None else given
-    if found is None or not set(found) <= set(file.types):
-        wanted = "genes and expressions" if given is None else listed(given)
+    found = given or next((pair for pair in _LISTS if set(pair) <= set(file.types)), _LISTS[0])
+    if not set(found) <= set(file.types):
         raise SourceError(
-            f"{file.place.url} has no columns {wanted}: name the two columns of lists, of genes and of their values, "
-            f"with zl.Parquet(..., lists=(GENES, VALUES)) (--lists GENES,VALUES). It has {listed(file.types)}"
+            f"{file.place.url} has no columns {listed(found)}: name the two columns of lists, of genes and of their "
+            f"values, with zl.Parquet(..., lists=(GENES, VALUES)) (--lists GENES,VALUES). It has {listed(file.types)}"
         )
     for name, kinds in zip(found, ("iuU", "iuf"), strict=True):
-        if file.list_kind(name) not in [*kinds]:
+        if _list_kind(file.types[name]) not in [*kinds]:
             what = "integers or text, the ids or names of genes" if "U" in kinds else "numbers"
             raise SourceError(f"{file.place.url}: column {name!r} is {file.types[name]}, but must be lists of {what}")
     return found
 
 
 def _index_column(file: ListFile, given: str | None) -> str | None:
-    if given is not None and (given not in file.types or file.list_kind(given)):
+    if given is not None and (given not in file.types or _list_kind(file.types[given])):
         raise SourceError(f"{file.place.url} has no column {given!r} with names of cells: it has {listed(file.types)}")
     return given or (_PANDAS_INDEX if _PANDAS_INDEX in file.types else None)
 
 
 def _gene_axis(
-    files: Sequence[ListFile], lists: str, genes: Sequence[Location], gene_id: str | None
+    genes: Sequence[tuple[Location, StoredObject]], kind: str, gene_id: str | None
 ) -> tuple[pd.DataFrame, GeneLookup]:
-    """var, and what finds the genes of a column of lists in it. Raises SourceError."""
-    are_names, name = files[0].list_kind(lists) == "U", listed((file.place.url for file in files), 1)
-    if not genes and not are_names:
-        raise SourceError(
-            f"{name} has only the ids of genes: name the Parquet file with their names with "
-            "zl.Parquet(..., gene_metadata=...) (--gene-metadata FILE)"
-        )
-    if not genes:
-        found = _names_in(_batches(files, lists), f"{name}: column {lists!r}")
-        return pd.DataFrame(index=pd.Index(found, dtype=object)), _by_name(found, name)
-    (place,) = genes
-    size = _files(place)[0][1].size
-    with _opened(place, BlockCache(max_blocks=2), size) as file, reading(place.url, needs=_NEEDS):
+    """var, and what finds the genes of lists of a kind in it. Raises SourceError."""
+    (place, stored), *_ = genes
+    with _opened(place, stored.size) as file:
         frame = file.read().to_pandas()
-    column = _text_column(frame, files, lists, place, gene_id) if are_names else _id_column(frame, place, gene_id)
-    at = f"{place.url}: {column}"
-    lookup = _by_name(frame[column].tolist(), at) if are_names else _by_id(frame[column].to_numpy(), at)
-    return frame.set_index(_gene_names(frame, place.url)[0]), lookup
-
-
-def _gene_names(frame: pd.DataFrame, at: str) -> list[str]:
-    """The columns that name each gene of a table differently, the usual ones first. Raises SourceError if none does."""
     text = [name for name in frame if pd.api.types.infer_dtype(frame[name], skipna=False) == "string"]
-    unique = [name for name in dict.fromkeys([*_GENE_NAMES, *text]) if name in text and frame[name].is_unique]
-    if not unique:
-        raise SourceError(f"{at} has no column of text that names each gene uniquely. It has {listed(frame)}")
-    return unique
-
-
-def _batches(files: Sequence[ListFile], lists: str) -> Iterator[Any]:
-    for file in files:
-        with reading(f"{file.place.url}: column {lists!r}", needs=_NEEDS):
-            yield from file.batches([lists], _BATCH)
-
-
-def _id_column(frame: pd.DataFrame, place: Location, gene_id: str | None) -> str:
-    integers = [name for name in frame if frame[name].dtype.kind in "iu"]
-    column = next((name for name in _IDS if name in integers), None) if gene_id is None else gene_id
-    if column is None or column not in integers:
+    named = [name for name in dict.fromkeys([*_GENE_NAMES, *text]) if name in text and frame[name].is_unique]
+    if not named:
+        raise SourceError(f"{place.url} has no column of text that names each gene uniquely. It has {listed(frame)}")
+    fit = text if kind == "U" else [name for name in frame if frame[name].dtype.kind in "iu"]
+    column = gene_id or next((name for name in (named if kind == "U" else _IDS) if name in fit), _IDS[0])
+    if column not in fit:
         raise SourceError(
-            f"{place.url} has no column {column or 'token_id'!r} of integers, the ids of genes: name it with "
-            f"zl.Parquet(..., gene_id=...) (--gene-id NAME). It has {listed(frame)}"
+            f"{place.url} has no column {column!r} of {'text' if kind == 'U' else 'integers'}, as in the lists of "
+            f"genes: name it with zl.Parquet(..., gene_id=...) (--gene-id NAME). It has {listed(frame)}"
         )
-    return column
+    if (repeated := frame[column].duplicated()).any():
+        row = int(np.argmax(repeated))
+        raise SourceError(f"{place.url}: {column} {frame[column][row]} in row {row} is given to an earlier gene, too")
+    return frame.set_index(named[0]), _lookup(frame[column].to_numpy())
 
 
-def _text_column(
-    frame: pd.DataFrame, files: Sequence[ListFile], lists: str, place: Location, gene_id: str | None
-) -> str:
-    """The column with the names that are in lists: the first that has those of the first cells."""
-    if gene_id is None:
-        unique = _gene_names(frame, place.url)
-        first = _names_in(itertools.islice(_batches(files, lists), 1), "")
-        return next((name for name in unique if set(first) <= set(frame[name])), unique[0])
-    if gene_id not in frame or pd.api.types.infer_dtype(frame[gene_id], skipna=False) != "string":
-        raise SourceError(
-            f"{place.url} has no column {gene_id!r} of text, the names of genes in {lists!r}: name another one with "
-            f"zl.Parquet(..., gene_id=...) (--gene-id NAME). It has {listed(frame)}"
-        )
-    return gene_id
-
-
-def _names_in(batches: Iterable[Any], at: str) -> list[str]:
-    """The names in a column of lists, sorted. Raises SourceError if there are too many for genes."""
-    names: set[str] = set()
-    for batch in batches:
-        names.update(pc.unique(batch.column(0).flatten()).drop_null().to_pylist())
-        if len(names) > _MOST_NAMES:
-            raise SourceError(f"{at} has more than {_MOST_NAMES} names: are they those of genes?")
-    return sorted(names)
-
-
-def _by_id(ids: NDArray[Any], at: str) -> GeneLookup:
-    """Finds genes by whole numbers, in a table by id. Raises SourceError for an id that is repeated or too large."""
-    wrong = np.flatnonzero((ids < 0) | (ids > _MOST_ID))
-    if len(wrong):
-        raise SourceError(f"{at} {ids[wrong[0]]} in row {wrong[0]} must be from 0 to {_MOST_ID}")
-    _require_unique(ids.tolist(), at)
-    table: NDArray[np.int32] = np.full(int(ids.max(initial=-1)) + 2, -1, np.int32)  # the last is for unknown ids
-    table[ids] = np.arange(len(ids), dtype=np.int32)
-
-    def positions(genes: Any) -> NDArray[np.int32]:
-        found = genes.to_numpy()
-        if len(found) and (found.min() < 0 or found.max() >= len(table)):
-            found = np.where((found >= 0) & (found < len(table)), found, -1)
-        places: NDArray[np.int32] = table[found]
-        return places
-
-    return positions
-
-
-def _by_name(names: Sequence[str], at: str) -> GeneLookup:
-    """Finds genes by text. Raises SourceError for a name that is repeated."""
-    _require_unique(names, at)
-    known = pa.array(names, pa.large_string())
-
-    def positions(genes: Any) -> NDArray[np.int32]:
-        found = pc.index_in(genes.dictionary.cast(pa.large_string()), value_set=known)
-        places: NDArray[np.int32] = found.fill_null(-1).to_numpy(zero_copy_only=False)[genes.indices.to_numpy()]
-        return places
-
-    return positions
-
-
-def _require_unique(values: Sequence[Any], at: str) -> None:
-    """Raises SourceError for a value that comes twice."""
-    seen: dict[Any, int] = {}
-    for row, value in enumerate(values):
-        if seen.setdefault(value, row) != row:
-            raise SourceError(f"{at} {value} in row {row} is given to an earlier gene, too")
+def _lookup(known: NDArray[Any]) -> GeneLookup:
+    """Finds positions by value; small whole numbers, which all datasets have, in a table, in a tenth of the time."""
+    if known.dtype.kind in "iu" and len(known) and known.min() >= 0 and known.max() < _MOST_ID:
+        table = np.full(int(known.max()) + 3, -1, np.int32)  # the first and the last are for unknown ids
+        table[known.astype(np.int64) + 1] = np.arange(len(known), dtype=np.int32)
+        return lambda genes: table.take(genes.to_numpy().astype(np.int64, copy=False) + 1, mode="clip")
+    values = pa.array(known, pa.large_string()) if known.dtype.kind == "O" else pa.array(known)
+    return lambda genes: (
+        pc.index_in(genes.cast(values.type), value_set=values).fill_null(-1).to_numpy(zero_copy_only=False)
+    )
 
 
 class ListRows:
@@ -367,7 +295,8 @@ class ListRows:
         self.obs_columns = [name for name in first if name not in columns]
         require_text(f"obs of {self.name}", self.obs_columns)
         self._files, self._lists, self._index, self._positions = files, columns[:2], columns[2], positions
-        self.n_rows = sum(file.n_rows for file in files)
+        self._types = {name: found for name, found in first.items() if name not in self._lists}
+        self.n_rows = sum(sum(file.groups) for file in files)
         self.n_values = sum(file.n_values for file in files)
         self._said = False
 
@@ -382,33 +311,26 @@ class ListRows:
         return pd.Index(names, name=None if self._index == _PANDAS_INDEX else self._index)
 
     def obs_column(self, name: str) -> pd.Series:
-        return _series(self._obs.read([name]).column(0), name, as_text=_is_text(self._files[0].types[name]))
+        return _series(self._obs.read([name]).column(0), name, as_text=_is_text(self._types[name]))
 
     @cached_property
     def _obs(self) -> Any:
         """A temporary Parquet file with the columns of obs of all files, opened with text as dictionaries."""
-        types = {name: found for name, found in self._files[0].types.items() if name not in self._lists}
-        schema, text = pa.schema(list(types.items())), [name for name, found in types.items() if _is_text(found)]
-        file = tempfile.TemporaryFile(prefix="zloader-")  # noqa: SIM115 - the result holds it
-        with pq.ParquetWriter(file, schema) as writer:
-            for table in self._obs_of_groups(list(types)):
-                try:
-                    writer.write_table(table.cast(schema))
-                except OSError as error:
-                    raise StoreError(
-                        f"cannot copy obs: {tempfile.gettempdir()} is too small ({error}): set TMPDIR to a directory "
-                        "on a larger disk"
-                    ) from error
-        return pq.ParquetFile(file, read_dictionary=text)
-
-    def _obs_of_groups(self, names: list[str]) -> Iterator[Any]:
-        for file in self._files:
-            cache = BlockCache(block_bytes=MiB // 8, max_blocks=64)  # the lists lie between the other columns
-            with _opened(file.place, cache, file.n_bytes) as source:
-                for number in range(len(file.groups)):
-                    with reading(f"{file.place.url}: row group {number}", needs=_NEEDS):
+        schema, names = pa.schema(list(self._types.items())), list(self._types)
+        copy = tempfile.TemporaryFile(prefix="zloader-")  # noqa: SIM115 - the result holds it
+        with pq.ParquetWriter(copy, schema) as writer:
+            for file in self._files:
+                with _opened(file.place, file.n_bytes, pre_buffer=True) as source:
+                    for number in range(len(file.groups)):
                         table = source.read_row_group(number, columns=names).select(names)
-                    yield table
+                        try:
+                            writer.write_table(table.cast(schema))
+                        except OSError as error:
+                            raise StoreError(
+                                f"cannot copy obs: {tempfile.gettempdir()} is too small ({error}): set TMPDIR to a "
+                                "directory on a larger disk"
+                            ) from error
+        return pq.ParquetFile(copy, read_dictionary=[name for name, found in self._types.items() if _is_text(found)])
 
     def __enter__(self) -> Self:
         return self
@@ -418,26 +340,24 @@ class ListRows:
             vars(self).pop("_obs").close(force=True)
 
     def blocks(self, first_row: int) -> Iterator[Any]:
+        """The counts from a row on, as CSR matrices of consecutive rows."""
         for file in self._files:
-            if first_row < file.n_rows:
+            if first_row < sum(file.groups):
                 yield from self._blocks_of(file, first_row)
-            first_row = max(0, first_row - file.n_rows)
+            first_row = max(0, first_row - sum(file.groups))
 
     def _blocks_of(self, file: ListFile, skipped: int) -> Iterator[Any]:
         ends = np.cumsum(file.groups)
         group = int(np.searchsorted(ends, skipped, side="right"))
         row = int(ends[group - 1]) if group else 0
-        rows = max(1, MOST_BYTES * file.n_rows // max(1, _VALUE_BYTES * file.n_values))
-        batches = file.batches(self._lists, rows, group)
-        while True:
-            with reading(f"{file.place.url}: row {row} and those after it", needs=_NEEDS):
-                batch = next(batches, None)
-            if batch is None:
-                break
-            left_out = min(max(0, skipped - row), len(batch))
-            if left_out < len(batch):
-                yield self._counts(batch.slice(left_out), file.place.url, row + left_out)
-            row += len(batch)
+        rows = max(1, MOST_BYTES * int(ends[-1]) // max(1, _VALUE_BYTES * file.n_values))
+        with _opened(file.place, file.n_bytes, blocks=_BLOCKS, buffer_size=MiB) as source:
+            groups = range(group, len(file.groups))
+            for batch in source.iter_batches(rows, row_groups=groups, columns=list(self._lists)):
+                left_out = min(max(0, skipped - row), len(batch))
+                if left_out < len(batch):
+                    yield self._counts(batch.slice(left_out), file.place.url, row + left_out)
+                row += len(batch)
 
     def _counts(self, batch: Any, file: str, row: int) -> Any:
         """The counts of some rows as CSR. Raises SourceError that names the row of the file."""
@@ -471,7 +391,7 @@ class ListRows:
 
     def _without_markers(self, indptr: Rows, flat: Sequence[Any], file: str) -> tuple[Rows, Any]:
         """indptr without the markers that begin rows, and which values remain."""
-        if self._files[0].list_kind(self._lists[0]) == "U":
+        if not pa.types.is_integer(flat[0].type):
             return indptr, slice(None)
         genes, values = (each.to_numpy() for each in flat)
         starts = indptr[:-1][np.diff(indptr) > 0]
