@@ -399,7 +399,7 @@ def test_a_mirror_with_the_name_of_another_and_no_valid_description(stores, cach
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"url": "x"}'])
-def test_a_mirror_without_a_valid_description(stores, cache, content, caplog):
+def test_a_mirror_without_a_valid_description(stores, cache, content):
     file = entry_of(cache, stores[0]).directory / "mirror.json"
     was = json.loads(file.read_bytes())
     file.unlink()
@@ -407,9 +407,6 @@ def test_a_mirror_without_a_valid_description(stores, cache, content, caplog):
         file.write_bytes(content)
     assert epoch(stores[0], cache, ONE).gets == 0
     assert json.loads(file.read_bytes()) | {"made": ""} == was | {"made": ""}
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{file} is damaged; replacing it" for _ in range(content is not None)
-    ]
 
 
 FILES = {

@@ -5,15 +5,15 @@
     DIR/FINGERPRINT-v6/         the mirror of one store, private to its owner (mode 0700)
         mirror.json             the store's URL, its FINGERPRINT, and when the mirror was created
         users                   locked (shared) by every process that uses the mirror; its mtime is the last use
-        stale                   exists once other objects have been found at the store's URL
         owners                  see leases.py
         proved.json             see VerifiedMarks
         NAME.rows, NAME.index   see rows_file.py
         NAME.array, NAME.kept   see kept.py
 
-DIR is the directory that the user names, or `DIR/zloader` if that holds other things. No other user may be able to
-write to it, because values that another user puts there would be trusted. It is not on a file system that several
-machines share, because each sees late, or not at all, what the others write there.
+DIR is the directory that the user names. No other user may be able to write to it, because values that another user
+puts there would be trusted. It is not on a file system that several machines share, because each sees late, or not at
+all, what the others write there. Of several mirrors of one URL, all but the last used one are stale, as the store has
+changed.
 
 FINGERPRINT is computed by stored_objects.mirror_fingerprint. The checksums of all files with values include the names
 of the directory and the file (qualified_name), so a moved or renamed file counts as damaged.
@@ -37,7 +37,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -106,75 +105,33 @@ def write_atomically(path: Path, content: bytes) -> None:
         draft.replace(path)
 
 
-# ---- the place of a cache
+# ---- a cache
 
 
-def place_of(directory: Path) -> Path:
-    """The directory itself if it is missing, empty or already a cache; otherwise its subdirectory `zloader`.
-
-    Creates nothing. Raises OptionError for a file.
-    """
-    # The mark is the first thing that zloader creates in a cache. If this listing finds anything else of a cache, the
-    # look for the mark, which comes later, finds the mark. So processes that start at the same time agree on the place.
-    try:
-        is_free = not any(directory.iterdir())
-    except FileNotFoundError:
-        is_free = True
-    except OSError:  # it cannot be listed
-        is_free = False
-        with contextlib.suppress(OSError):
-            if not stat.S_ISDIR(directory.stat().st_mode):
-                raise OptionError(f"the cache {directory} is a file: give the path of a directory") from None
-    return directory if is_free or _is_marked(directory) else directory / "zloader"
-
-
-def _is_marked(place: Path) -> bool:
-    return os.access(place / _MARK, os.F_OK)
-
-
-def _make_cache(directory: Path) -> Path:
-    """Creates and marks the cache of a directory, if needed. Returns its place.
+def _make_cache(directory: Path) -> None:
+    """Creates and marks a cache, if needed.
 
     Raises OptionError for a file system that other machines share, PermissionError if other users could rename or
     replace mirrors in the cache, and any other OSError.
     """
-    place = place_of(directory)
-    require_local(place)
-    if place != directory:
-        require_safe(directory)
-    created = not place.exists()
+    require_local(directory)
+    created = not directory.exists()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_safe(directory)
+    if not _is_cache(directory):
+        (directory / _MARK).touch(mode=0o600)
     if created:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if place != directory:
-        require_private(place)  # another user may have created it, or a link with its name
-    require_safe(place)
-    if not _is_marked(place):
-        (place / _MARK).touch(mode=0o600)
-    if created:
-        (place / "CACHEDIR.TAG").write_text(_TAG)  # https://bford.info/cachedir
-    return place
+        (directory / "CACHEDIR.TAG").write_text(_TAG)  # https://bford.info/cachedir
 
 
-def require_cache(directory: Path) -> Path:
-    """The place of the cache of a directory. Raises CacheError if there is none."""
-    place = place_of(directory)
-    if not _is_marked(place):
-        inside = "" if place == directory else f", and neither does {place}"
-        raise CacheError(f"{directory} is not a cache of zloader: it contains no file {_MARK}{inside}. Check the path")
-    return place
+def _is_cache(directory: Path) -> bool:
+    return os.access(directory / _MARK, os.F_OK)
 
 
-def unmark_if_empty(place: Path) -> None:
-    """Once no mirror is left, removes the files that mark a cache, and then the directory itself if it is empty."""
-    if any((mirror / "users").exists() for mirror in _directories(place)):
-        return
-    tag = place / "CACHEDIR.TAG"
-    with contextlib.suppress(FileNotFoundError):
-        if tag.read_text() == _TAG:
-            tag.unlink()
-    (place / _MARK).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it contains other files, or is a mount point
-        place.rmdir()
+def require_cache(directory: Path) -> None:
+    """Raises CacheError if a directory is not a cache."""
+    if not _is_cache(directory):
+        raise CacheError(f"{directory} is not a cache of zloader: it contains no file {_MARK}. Check the path")
 
 
 def require_local(place: Path) -> None:
@@ -194,14 +151,8 @@ def require_safe(directory: Path) -> None:
     as for /tmp, which keeps them from renaming files that they do not own.
     """
     found = directory.stat()
-    if found.st_uid not in (os.geteuid(), 0):
-        raise PermissionError(
-            f"it belongs to user {found.st_uid}, who could replace mirrors. Use a directory of your own"
-        )
     others = stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
-    if found.st_mode & others and not found.st_mode & stat.S_ISVTX:
-        mode = oct(stat.S_IMODE(found.st_mode))
-        raise PermissionError(f"it has mode {mode}, so other users could replace mirrors. Run chmod go-w on it")
+    _require(directory, found, {os.geteuid(), 0}, 0 if found.st_mode & stat.S_ISVTX else others, "go-w")
 
 
 def _is_own_group(number: int) -> bool:
@@ -218,13 +169,15 @@ def require_private(directory: Path) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(f"{directory} is not a directory")
-    if found.st_uid != os.geteuid():
-        raise PermissionError(
-            f"{directory} belongs to user {found.st_uid}, who could have changed it. Use another cache"
-        )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        mode = oct(stat.S_IMODE(found.st_mode))
-        raise PermissionError(f"{directory} has mode {mode}, so others could have changed it. Run chmod 700 on it")
+    _require(directory, found, {os.geteuid()}, 0o077, "700")
+
+
+def _require(directory: Path, found: os.stat_result, owners: set[int], others: int, mode: str) -> None:
+    if found.st_uid not in owners:
+        raise PermissionError(f"{directory} belongs to user {found.st_uid}, who could change it: use another cache")
+    if found.st_mode & others:
+        given = oct(stat.S_IMODE(found.st_mode))
+        raise PermissionError(f"{directory} has mode {given}, so others could change it. Run chmod {mode} on it")
 
 
 # ---- mirrors
@@ -240,12 +193,12 @@ class MirrorDirectory:
     """
 
     def __init__(self, cache: Cache, fingerprint: str, url: str) -> None:
-        self.form = cache.form
-        self.place = _make_cache(cache.directory)
+        _make_cache(cache.directory)
+        self.form, self.place = cache.form, cache.directory
         self.path = self.place / f"{fingerprint}{VERSION}"
         self._begin_use()
         self._describe(fingerprint, url)
-        self.space = DiskSpace(cache, self.place)
+        self.space = DiskSpace(cache)
         self.verified = VerifiedMarks(self.path)
         self.arrays: set[str] = set()
 
@@ -267,28 +220,16 @@ class MirrorDirectory:
             close()
 
     def _describe(self, fingerprint: str, url: str) -> None:
-        description = self.path / "mirror.json"
-        existed = description.exists()  # checked first: another process may be about to write the file
         described = described_in(self.path)
         if not described:
-            if existed:
-                log.warning("%s is damaged; replacing it", description)
+            for other in mirrors(self.place):
+                if other.url == url and other.directory != self.path and not other.stale:
+                    log.warning("%s has changed: its old mirror %s is stale", url, other.directory)
             made = datetime.now(UTC).isoformat(timespec="seconds")
-            write_atomically(description, json.dumps({"url": url, "fingerprint": fingerprint, "made": made}).encode())
+            content = json.dumps({"url": url, "fingerprint": fingerprint, "made": made}).encode()
+            write_atomically(self.path / "mirror.json", content)
         elif described["fingerprint"] != fingerprint:
             raise OSError(f"{self.path} was renamed: it is the mirror of {described['url']}. Delete it")
-        elif not (stale := self.path / "stale").exists():
-            return  # the mirrors of other objects at this address became stale when this one was made
-        else:
-            with contextlib.suppress(OSError):
-                stale.unlink(missing_ok=True)  # the store has the mirrored objects again
-        for other in mirrors(self.place):
-            if other.url == url and other.directory != self.path and not other.stale:
-                log.warning(
-                    "%s has changed: its old mirror %s is stale and will be dropped first", url, other.directory
-                )
-                with contextlib.suppress(OSError):
-                    (other.directory / "stale").touch(mode=0o600)
 
 
 def open_mirror_directory(cache: Cache, fingerprint: str, url: str) -> MirrorDirectory | None:
@@ -332,20 +273,24 @@ def mirrors(cache: Path) -> list[MirrorEntry]:
     A mirror without a valid mirror.json, which was only partly created or dropped, counts as stale. Mirrors of other
     users, which cannot be read, are left out.
     """
-    entries = []
+    found = []
     for directory in _directories(cache):
         described = {"url": "", "fingerprint": "", "made": ""} | described_in(directory)
         with contextlib.suppress(FileNotFoundError, PermissionError):  # it is being dropped, or belongs to another user
             users = directory / "users"
-            entries.append(
-                MirrorEntry(
-                    directory=directory,
-                    **described,
-                    used_s=(users if users.exists() else directory).stat().st_mtime,
-                    allocated_bytes=_allocated_bytes(directory),
-                    stale=directory.name != f"{described['fingerprint']}{VERSION}" or (directory / "stale").exists(),
-                )
-            )
+            used_s = (users if users.exists() else directory).stat().st_mtime
+            found.append((used_s, directory, described, directory.name == f"{described['fingerprint']}{VERSION}"))
+    last_used = {described["url"]: directory for _, directory, described, is_valid in sorted(found) if is_valid}
+    entries = [
+        MirrorEntry(
+            directory=directory,
+            **described,
+            used_s=used_s,
+            allocated_bytes=_allocated_bytes(directory),
+            stale=not is_valid or last_used[described["url"]] != directory,
+        )
+        for used_s, directory, described, is_valid in found
+    ]
     return sorted(entries, key=lambda entry: (not entry.stale, entry.used_s))
 
 
@@ -404,8 +349,8 @@ class DiskSpace:
     is stored that could become wrong, and the limit holds at every moment. Without limits, nothing is allocated ahead.
     """
 
-    def __init__(self, cache: Cache, place: Path) -> None:
-        self._most, self._least_free, self._place = cache.most, int(cache.min_free_bytes), place
+    def __init__(self, cache: Cache) -> None:
+        self._most, self._least_free, self._place = cache.most, int(cache.min_free_bytes), cache.directory
         self.limited = cache.max_bytes is not None or self._least_free > 0
 
     def allocate(self, file: int, offset: int, sizes: Sequence[int]) -> int:
@@ -451,7 +396,6 @@ class VerifiedMarks:
     def __init__(self, directory: Path) -> None:
         self._mirror = directory.name
         self._path = directory / "proved.json"
-        self._parsed: tuple[list[int], Any] = [], None  # the record's identity when it was read, and its content
 
     def contains(self, *paths: Path) -> bool:
         """Whether all files are unchanged since they were recorded, in the current boot."""
@@ -470,9 +414,7 @@ class VerifiedMarks:
 
     def _read(self) -> dict[str, list[int]]:
         try:
-            if (identity := _identity(self._path)) != self._parsed[0]:
-                self._parsed = identity, json.loads(self._path.read_bytes())
-            marks = self._parsed[1]
+            marks = json.loads(self._path.read_bytes())
             return dict(marks["files"]) if (marks["boot"], marks["mirror"]) == (_BOOT.read_text(), self._mirror) else {}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return {}

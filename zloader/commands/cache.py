@@ -40,7 +40,7 @@ class WarmFlags:
     url: Url
     cache: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="Cache directory; DIR/zloader if DIR holds other things.", show_default=False),
+        typer.Option(metavar="DIR", help="Cache directory.", show_default=False),
     ]
     x: Matrices = None
     max_bytes: Annotated[
@@ -72,7 +72,6 @@ def warm(flags: WarmFlags) -> None:
     Cached chunks are not read again. After Ctrl-C or a crash, run the same command to continue.
     """
     from zloader.access.location import location_of
-    from zloader.caching.directory import place_of
     from zloader.common.options import Cache
     from zloader.common.progress import progress_bars
     from zloader.dataset.open_dataset import open_dataset
@@ -83,7 +82,7 @@ def warm(flags: WarmFlags) -> None:
         directory=flags.cache, max_bytes=flags.max_bytes, min_free_bytes=flags.min_free, form=flags.cache_form
     )
     genes = None if flags.genes is None else names_in(flags.genes)
-    settings = {"url": location_of(flags.url, None).url, "cache": place_of(cache.directory)}
+    settings = {"url": location_of(flags.url, None).url, "cache": cache.directory}
     latest: Warmed | None = None
     try:
         with progress_bars(shown=True, unit="bytes") as bars:
@@ -124,9 +123,7 @@ def _show_warmed(settings: dict[str, Any], warmed: Warmed, *, as_json: bool) -> 
 _cache = typer.Typer(no_args_is_help=True)
 app.add_typer(_cache, name="cache", help="List, verify and delete cached mirrors.")
 
-_Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Cache directory, or the one that holds it.", show_default=False)
-]
+_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Cache directory.", show_default=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +135,12 @@ class CacheFlags:
 
 
 def _mirrors(directory: Path) -> tuple[Path, list[MirrorEntry]]:
-    """The place of the cache of a directory, and its mirrors."""
+    """The path of a cache, and its mirrors."""
     from zloader.caching.directory import mirrors, require_cache
 
-    place = require_cache(directory.absolute())
-    return place, mirrors(place)
+    cache = directory.absolute()
+    require_cache(cache)
+    return cache, mirrors(cache)
 
 
 def _document(entry: MirrorEntry, inspection: MirrorInspection | None = None) -> dict[str, Any]:
@@ -247,12 +245,9 @@ class ClearFlags:
 @_cache.command()
 @takes_flags
 def clear(flags: ClearFlags) -> None:
-    """Delete mirrors that are not in use.
-
-    Deleting the last mirror also removes the marker files of the cache. Files that zloader did not make stay.
-    """
+    """Delete mirrors that are not in use. Files that zloader did not make stay."""
     from zloader.access.location import location_of
-    from zloader.caching.directory import drop, unmark_if_empty
+    from zloader.caching.directory import drop
 
     location = None if flags.url is None else location_of(flags.url, None)
     addresses = location and {location.url, location.address}  # the mirror of several stores lists all their URLs
@@ -273,7 +268,6 @@ def clear(flags: ClearFlags) -> None:
             (cleared.deleted if dropped else cleared.in_use).append(entry)
             with contextlib.suppress(FileNotFoundError):
                 cleared.stayed += sorted(entry.directory.iterdir()) if dropped else []
-        unmark_if_empty(place)
     except OSError as error:
         raise CacheError(f"cannot delete: {error}. Run this command as the user who made the cache") from error
     document = dataclasses.asdict(cleared) | {"freed_bytes": cleared.freed_bytes}

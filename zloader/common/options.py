@@ -133,8 +133,7 @@ class Cache:
     own, which grows until the cache is full; rows that are not in the mirror are read from the store. When space is
     needed, mirrors that no process uses are evicted, stale ones first.
 
-    `directory` is created if needed; `~` is expanded. If it holds other things, as `/tmp` does, the mirrors go to its
-    subdirectory `zloader`.
+    `directory` is created if needed; `~` is expanded.
 
     `max_bytes` limits all mirrors of the cache together, counted as the file system allocates them; None means no
     limit. `min_free_bytes` is the space that mirrors leave free on the disk. Both are numbers of bytes, or strings such

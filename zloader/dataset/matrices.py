@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.directory import cache_bytes, place_of
+from zloader.caching.directory import cache_bytes
 from zloader.caching.mirror import CacheStatistics, Mirror, contents_of, has_rows
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
@@ -305,11 +305,10 @@ class Matrices:
         ):
             raise OptionError(f"the mirror of {self._opened.url} in {cache.directory} cannot be used (see the warning)")
         held = contents_of([mirror.rows for mirror in mirrors if mirror is not None])
-        place = place_of(cache.directory)
         return CacheStatistics(
             **held,
-            directory=place,
-            allocated_bytes=cache_bytes(place),
+            directory=cache.directory,
+            allocated_bytes=cache_bytes(cache.directory),
             max_bytes=None if cache.max_bytes is None else cache.most,
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
 from zloader.access.zarr_groups import no_codec_warnings
-from zloader.caching.directory import MirrorDirectory, open_mirror_directory, place_of
+from zloader.caching.directory import MirrorDirectory, open_mirror_directory
 from zloader.caching.kept import load_listing
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError, OptionError, StoreChangedError
@@ -166,7 +166,7 @@ def open_stores(
     if offline and cache is None:
         raise OptionError("offline=True opens a dataset from a cache: give cache= too")
     if offline and cache is not None:
-        origin, objects = load_listing(place_of(cache.directory), location)
+        origin, objects = load_listing(cache.directory, location)
     else:
         origin, objects = location.origin, location.listing()
         refuse_unconverted(location, objects)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from zloader.caching.directory import place_of, require_local, require_private, require_safe
+from zloader.caching.directory import require_local, require_safe
 from zloader.common import machine
 from zloader.common.errors import OptionError, ZloaderError
 from zloader.common.file_systems import has_stable_inodes
@@ -364,28 +364,25 @@ def _can_be_written(path: Path) -> bool:
 def about_cache(directory: Path) -> Iterator[Finding]:
     """Whether the cache of a directory can be kept, and what its disk is like. Creates no cache."""
     try:
-        directory = directory.expanduser().absolute()
-        place = place_of(directory)
+        place = directory.expanduser().absolute()
         require_local(place)
         nearest = next(each for each in (place, *place.parents) if each.is_dir())
     except (OptionError, OSError, RuntimeError) as error:
         yield _broken("place", str(directory), reason_of(error))
         return
     yield Finding(name="place", value=f"{place}{'' if nearest == place else ', not made yet'}")
-    yield _about_trust(directory, place)
+    yield _about_trust(place)
     yield from _about_disk(nearest)
     yield from _about_writing(nearest)
 
 
-def _about_trust(directory: Path, place: Path) -> Finding:
+def _about_trust(place: Path) -> Finding:
     """Whether others could change mirrors, by the rules by which a cache is made."""
-    checks = [(require_private, place), (require_safe, directory)] if place != directory else []
-    for check, path in (*checks, (require_safe, place)):
-        try:
-            if path.exists():
-                check(path)
-        except OSError as error:
-            return _broken("trust", "others could change mirrors", f"{path}: {reason_of(error)}")
+    try:
+        if place.exists():
+            require_safe(place)
+    except OSError as error:
+        return _broken("trust", "others could change mirrors", reason_of(error))
     return Finding(name="trust", value="only you and root can change mirrors")
 
 
