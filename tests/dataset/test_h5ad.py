@@ -213,13 +213,6 @@ def test_all_parts_are_as_anndata_reads_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_large_arrays_of_strings_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ADATA.write_h5ad(tmp_path / "a.h5ad")
-    monkeypatch.setattr("zloader.dataset.names._SEGMENT_ROWS", 128)
-    assert zl.open_dataset(tmp_path / "a.h5ad").obs_names.tolist() == ADATA.obs_names.tolist()
-
-
-@pytest.mark.slow
 def test_a_file_and_a_store_have_the_same_order_and_states(tmp_path: Path) -> None:
     write_store(ADATA, tmp_path / "a.zarr", tmp_path)
     path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")

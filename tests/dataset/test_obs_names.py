@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from helpers import counts, write_store
 
 import zloader as zl
 from zloader.common.errors import FormatError
-from zloader.dataset import names
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
 
@@ -28,12 +26,6 @@ NAMES = [f"cell-{row}" for row in range(N_ROWS)]
 NAMES[3], NAMES[30], NAMES[59] = "Zelle Ä 3", "", "細胞"
 ADATA = counts(N_ROWS, N_GENES)
 ADATA.obs_names = NAMES
-
-
-@pytest.fixture(autouse=True)
-def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of two chunks."""
-    monkeypatch.setattr(names, "_SEGMENT_ROWS", 2 * CHUNK_ROWS)
 
 
 def plain(obs: zarr.Group) -> None:
@@ -151,72 +143,26 @@ def test_names_from_the_cache_alone(tmp_path: Path) -> None:
     check(zl.open_dataset(tmp_path / "a.zarr", cache=tmp_path / "cache", offline=True), ADATA.obs_names)
 
 
-def test_only_the_segments_of_the_rows_are_read(tmp_path: Path) -> None:
+def test_only_the_chunks_of_the_rows_are_read(tmp_path: Path) -> None:
     store = store_with(tmp_path / "a.zarr", plain)
     dataset = zl.open_dataset(store, cache=tmp_path / "cache")
 
-    def segments() -> list[int]:
-        return [number for number in range(4) if list(tmp_path.glob(f"cache/*/*obs_names%2F{number}%2Ftext*"))]
+    def chunks() -> list[int]:
+        return [number for number in range(8) if list(tmp_path.glob(f"cache/*/*obs%2F_index%2Fc%2F{number}*"))]
 
-    assert dataset.take([17, 20]).obs_names.tolist() == [NAMES[17], NAMES[20]]
-    assert segments() == [1]
+    assert dataset.take([59, 17, 20]).obs_names.tolist() == [NAMES[59], NAMES[17], NAMES[20]]
+    assert chunks() == [2, 7]
     assert dataset[:3].obs_names.tolist() == NAMES[:3]
-    assert segments() == [0, 1]
-
-
-class _Counted(np.ndarray):
-    """Rows that count the elements of arithmetic on them."""
-
-    n = 0
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        _Counted.n += max(np.size(each) for each in inputs)
-        found = getattr(ufunc, method)(*(np.asarray(each) for each in inputs), **options)
-        return tuple(each.view(_Counted) for each in found) if isinstance(found, tuple) else found.view(_Counted)
-
-
-def test_a_lookup_does_not_pass_over_all_rows_for_every_segment(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(names, "_SEGMENT_ROWS", 1)  # one chunk
-    of_store = names.ObsNames(zl.open_dataset(store_with(tmp_path / "a.zarr", plain)).stores[0])
-    assert len(NAMES) // CHUNK_ROWS == 7
-    _Counted.n = 0
-    assert of_store.of(np.arange(N_ROWS).view(_Counted)).tolist() == NAMES
-    assert 0 < _Counted.n <= 4 * N_ROWS
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_the_frame_of_a_view_leaves_no_names_in_memory(tmp_path: Path, cached: bool) -> None:
-    dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain), cache=tmp_path / "cache" if cached else None)
-    segments = dataset.observations._names[0]._segments
-    for _ in range(2):
-        assert dataset[::2].obs().index.tolist() == NAMES[::2]
-        assert list(segments) == ([0, 1, 2, 3] if cached else [])
-    dataset.names_of(np.array([17]))  # as for a minibatch: the next one has rows of the same segments
-    assert 1 in segments
+    assert chunks() == [0, 2, 7]
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_names_of_rows_in_any_order_and_with_repeats(tmp_path: Path, seed: int) -> None:
-    of_store = names.ObsNames(zl.open_dataset(store_with(tmp_path / "a.zarr", plain)).stores[0])
+    dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain))
     rows = np.random.default_rng(seed).integers(0, N_ROWS, 100)
-    assert of_store.of(rows).tolist() == [NAMES[row] for row in rows]
-    assert of_store.of(rows[:0]).tolist() == []
-
-
-def test_a_damaged_mirror_of_names_is_read_again(tmp_path: Path) -> None:
-    store = store_with(tmp_path / "a.zarr", plain)
-    assert zl.open_dataset(store, cache=tmp_path / "cache").obs_names.tolist() == NAMES
-    gc.collect()
-    files = sorted(tmp_path.glob("cache/*/*obs_names*"))
-    assert len(files) == 8
-    for file in files:
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.unlink()
-        file.write_bytes(content)
-        file.chmod(0o600)
-    assert zl.open_dataset(store, cache=tmp_path / "cache").obs_names.tolist() == NAMES
+    assert dataset.names_of(rows).tolist() == [NAMES[row] for row in rows]
+    assert dataset.names_of(rows[:0]).tolist() == []
 
 
 def _codes_beyond(root: zarr.Group) -> None:

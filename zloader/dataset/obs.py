@@ -2,7 +2,8 @@
 
 A column or array is read whole when it is first used, from all stores at once, and then stays in memory. With a cache
 it is kept there decoded (kept.py), codes of categories in the least dtype, and memory-mapped, so that the processes of
-a machine share one copy. Only large obsm arrays are read with each fetch, like x.
+a machine share one copy. Only large obsm arrays are read with each fetch, like x. Obs names are read each time, only
+those in the chunks of the rows that are asked for.
 
 Strings and nullable columns are made into numbers of all their values. The mirror keeps their objects, and the cache
 their numbers.
@@ -28,9 +29,8 @@ from zloader.common.errors import FormatError, OptionError
 from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
 from zloader.common.messages import listed
-from zloader.common.records import Rows
+from zloader.common.records import Rows, windows_of
 from zloader.dataset.elements import is_array
-from zloader.dataset.names import ObsNames
 from zloader.dataset.obsm_arrays import ObsmArrays
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
@@ -224,6 +224,37 @@ def _over_all_rows(column: Any, row_of: RowMap) -> Any:
     return pd.api.extensions.take(column, row_of, allow_fill=True)
 
 
+def _names_of(store: OpenedStore, rows: Rows) -> NDArray[np.object_]:
+    """The names of some rows of a store as anndata shows them: strings as they are, others as text."""
+    path, found = store.index_path("obs"), np.empty(len(rows), object)
+    node = store.node(path)
+    if not is_array(node):  # categories or nullable strings
+        found[:] = _as_strings(store.names("obs").to_numpy(object)[rows])
+        return found
+    order = np.argsort(rows, kind="stable")
+    chunks = rows[order] // max(1, node.chunks[0])
+    runs = np.split(order, np.flatnonzero(np.diff(chunks) > 1) + 1) if len(rows) else []
+
+    def fill(run: Rows) -> None:
+        first, stop = int(rows[run[0]]), int(rows[run[-1]]) + 1
+        with store.reading(path, node, first, stop):  # keeps what is read
+            found[run] = _as_strings(np.asarray(node[first:stop])[rows[run] - first])
+
+    concurrently(fill, runs)
+    return found
+
+
+def _pass_over_names(store: OpenedStore) -> None:
+    for window in windows_of(store.n_obs):
+        _names_of(store, np.arange(window.start, window.stop))
+
+
+def _as_strings(names: NDArray[Any]) -> list[str]:
+    if names.dtype.kind == "S":
+        return [name.decode(errors="replace") for name in names.tolist()]
+    return [name if isinstance(name, str) else "nan" if pd.isna(name) else str(name) for name in names.tolist()]
+
+
 # ---- all stores
 
 
@@ -234,7 +265,6 @@ class Observations:
         self._opened = opened
         self._stores = opened.stores
         self._directory = opened.mirror_directory
-        self._names = [ObsNames(store) for store in opened.stores]
         self._of_stores = [StoreColumns(store) for store in opened.stores]
         self._columns: dict[str, ObsColumn] = {}
         self.arrays = ObsmArrays(opened)
@@ -254,31 +284,24 @@ class Observations:
         """The row at which each store ends."""
         return np.cumsum([store.n_obs for store in self._stores], dtype=np.int64)
 
-    def names(self, rows: Rows, *, keep: bool = True) -> NDArray[np.object_]:
-        """The obs names of some rows, as Python strings. `keep` as in ObsNames. Raises FormatError or a ReadError."""
+    def names(self, rows: Rows) -> NDArray[np.object_]:
+        """The obs names of some rows, as Python strings. Raises FormatError or a ReadError."""
         found = np.empty(len(rows), object)
 
         def fill(share: tuple[int, Rows | slice]) -> None:
             number, at = share
-            first = self._ends[number] - self._stores[number].n_obs
-            found[at] = self._names[number].of(rows[at] - first, keep=keep)
+            store = self._stores[number]
+            found[at] = _names_of(store, rows[at] - (self._ends[number] - store.n_obs))
 
         concurrently(fill, shares(self._ends, rows))
         return found
 
-    def frame(
-        self, columns: Sequence[str] | None = None, rows: Rows | None = None, *, keep: bool = True
-    ) -> pd.DataFrame:
-        """All obs columns, or some of them, of all rows or some, with their obs names as the index.
-
-        `keep` is as in `names`.
-        """
+    def frame(self, columns: Sequence[str] | None = None, rows: Rows | None = None) -> pd.DataFrame:
+        """All obs columns, or some of them, of all rows or some, with their obs names as the index."""
         names = self.column_names if columns is None else names_of(columns=columns)
         if rows is None:
             require_frame(self.n_rows)
-            index = pd.Index(concatenated("index", concurrently(ObsNames.whole, self._names)))
-        else:
-            index = pd.Index(self.names(rows, keep=keep))
+        index = pd.Index(self.names(np.arange(self.n_rows) if rows is None else rows))
         return pd.DataFrame({name: self._column_of(name, rows) for name in names}, index=index)
 
     def _column_of(self, name: str, rows: Rows | None) -> Any:
@@ -371,7 +394,7 @@ class Observations:
 
     def cache_all(self) -> None:
         """Reads the obs names and every obs column and obsm array that minibatches carry, which fills the cache."""
-        concurrently(ObsNames.load_all, self._names)
+        concurrently(_pass_over_names, self._stores)
         for name in self.column_names:
             with contextlib.suppress(OptionError):  # no tensor can hold it, such as a column of complex numbers
                 self.column(name)

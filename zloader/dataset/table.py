@@ -122,7 +122,7 @@ class Table:
         if self._chosen is None:
             return self.observations.frame(columns)
         require_frame(self.n_obs)
-        return self.observations.frame(columns, self._chosen.all_numbers(), keep=False)
+        return self.observations.frame(columns, self._chosen.all_numbers())
 
     def obs_column(self, column: str) -> ObsColumn:
         """One obs column as numbers: the codes of a categorical or string column, the values of any other.
@@ -206,7 +206,7 @@ class Table:
         return pd.Index(self.names_of(np.arange(self.n_obs)))
 
     def names_of(self, rows: Rows) -> NDArray[np.object_]:
-        """The obs names of some rows, as Python strings. Only the names near these rows are read."""
+        """The obs names of some rows, as Python strings. Only the chunks with these names are read."""
         return self.observations.names(self._rows_of_whole(rows))
 
     def take(self, rows: RowChoice, *, layers: Sequence[str] = ()) -> ad.AnnData:
