@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import torch
-from helpers import dense
+from helpers import dense, fetch_options
 from sources import FailingDestination, disk_full
 
 import zloader as zl
@@ -156,7 +156,7 @@ class Round:
             options["dtype"] = None  # the stored ones
         self.note(**options, genes=genes, rows=dataset.n_obs)
         fetching = {"threads": int(rng.integers(1, 4)), "prefetch": int(rng.integers(1, 4))}
-        options["options"] = zl.FetchOptions(memory="16MiB", **fetching)
+        options["options"] = fetch_options(memory="16MiB", **fetching)
         dataset = dataset if genes is None else dataset[:, genes]
         loader = zl.Loader(dataset, **options)
         stop = int(rng.integers(0, len(loader))) if rng.random() < 0.3 else len(loader)

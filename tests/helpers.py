@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import http.server
 import os
@@ -34,6 +35,14 @@ TESTS = Path(__file__).parent
 PATIENCE_S = 300.0
 # A deadline for tests in which nothing may wait for the deadline.
 NEVER_S = 3600.0
+
+
+def fetch_options(**given: Any) -> zl.FetchOptions:
+    """Options with other values of the constants and the derived budgets, too."""
+    public = {field.name for field in dataclasses.fields(zl.FetchOptions)}
+    options = zl.FetchOptions(**{name: value for name, value in given.items() if name in public})
+    vars(options).update({name: value for name, value in given.items() if name not in public})
+    return options
 
 
 def vector_layout(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import PATIENCE_S, counts, digest, write_store
+from helpers import PATIENCE_S, counts, digest, fetch_options, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _loader(dataset, sampling, **options) -> zl.Loader:
-    fetching = zl.FetchOptions(**options)
+    fetching = fetch_options(**options)
     return zl.Loader(
         dataset, batch_size=16, fetch_factor=5, sampling=sampling, obs=["donor", "n_counts"], seed=3, options=fetching
     )

@@ -17,9 +17,8 @@ chunk_size rows and preload_nchunks blocks per fetch. The last columns are speed
 and their range. Memory is the peak resident set. It includes torch for zloader, and not for annbatch.
 
 annbatch allocates new memory for every load, 100 MB at a time. A virtual machine may first have to get that memory from
-its host (see measuring.touch), which takes longer when other machines use more of it. zloader keeps freed memory
-(FetchOptions.tune_malloc). "memory kept" is annbatch with glibc set to keep freed memory too, which its documentation
-does not ask for.
+its host (see measuring.touch), which takes longer when other machines use more of it. zloader keeps freed memory.
+"memory kept" is annbatch with glibc set to keep freed memory too, which its documentation does not ask for.
 
 With --cloud, each store is served by its own simulated S3 (cloud.py; --total-mbps is the rate of its link). GETs and MB
 are the server's counts per epoch, including all requests, and "server" is the part of one core that it took. A store's

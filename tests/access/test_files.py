@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from helpers import counts, digest, write_store
+from helpers import counts, digest, fetch_options, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,7 +114,7 @@ def test_a_file_replaced_with_equal_size_and_time(root, stable_inodes, monkeypat
 
 def test_a_file_replaced_during_an_epoch(tmp_path):
     write_store(counts(200, 50), tmp_path / "s.zarr", tmp_path)
-    options = zl.FetchOptions(prefetch=1, ready_bytes=2, buffer_bytes=1)
+    options = fetch_options(prefetch=1, ready_bytes=2, buffer_bytes=1)
     loader = zl.Loader(zl.open_dataset(tmp_path / "s.zarr"), batch_size=8, fetch_factor=1, options=options)
     wanted = digest(loader)
     minibatches = iter(loader)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import PATIENCE_S, check_minibatch, counts, digest
+from helpers import PATIENCE_S, check_minibatch, counts, digest, fetch_options
 
 import zloader as zl
 from zloader.caching.directory import MirrorDirectory, cache_bytes, drop, mirrors
@@ -71,7 +71,7 @@ def _epoch(loader) -> zl.Statistics:
 def _first_minibatch(store, cache) -> None:
     """Fills the mirror with the first few fetches, which contain the first rows."""
     dataset = zl.open_dataset(store, cache=cache)
-    fetching = zl.FetchOptions(least_read_bytes=1, prefetch=1)
+    fetching = fetch_options(least_read_bytes=1, prefetch=1)
     loader = zl.Loader(dataset, batch_size=32, fetch_factor=8, sampling=zl.Streaming(), options=fetching)
     iterator = iter(loader)
     next(iterator)
@@ -229,7 +229,8 @@ import json, os, sys
 import zloader as zl
 store, cache, form, options, seed = json.loads(sys.argv[1])
 dataset = zl.open_dataset(store, cache=zl.Cache(cache, form=form), storage_options=options)
-fetching = zl.FetchOptions(least_read_bytes=16_000, prefetch=1)
+fetching = zl.FetchOptions()
+vars(fetching).update(least_read_bytes=16_000, prefetch=1)
 loader = zl.Loader(
     dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), seed=seed, options=fetching
 )

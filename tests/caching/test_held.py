@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import PATIENCE_S, check_minibatch, counts, write_store
+from helpers import PATIENCE_S, check_minibatch, counts, fetch_options, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +34,7 @@ OTHERS = {"obs/cell_type/codes"}  # arrays beside the matrix
 
 def loader_of(store: Path, cache: Path, **options: int) -> zl.Loader:
     dataset = zl.open_dataset(store, cache=cache)
-    options = zl.FetchOptions(**options)
+    options = fetch_options(**options)
     return zl.Loader(dataset, batch_size=32, fetch_factor=2, obs=["cell_type"], options=options)
 
 

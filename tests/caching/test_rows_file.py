@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse
-from helpers import assert_same_minibatches, check_minibatch, counts, of_genes, write_store
+from helpers import assert_same_minibatches, check_minibatch, counts, fetch_options, of_genes, write_store
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -377,7 +377,7 @@ def test_loaders_of_two_panels_at_once(store, tmp_path):
 
 
 def test_little_memory_and_one_thread_are_enough(store, tmp_path):
-    options = zl.FetchOptions(memory="16MiB", threads=1, in_flight_bytes=1, buffer_bytes=1, ready_bytes=1)
+    options = fetch_options(memory="16MiB", threads=1, in_flight_bytes=1, buffer_bytes=1, ready_bytes=1)
     for genes in (None, SOME):
         check_epochs(opened(store), opened(store, compact(tmp_path)), genes=genes, options=options)
 
@@ -419,7 +419,8 @@ import json, os, sys
 import zloader as zl
 store, cache, genes, form = json.loads(sys.argv[1])
 dataset = zl.open_dataset(store, cache=zl.Cache(cache, form=form))
-options = zl.FetchOptions(least_read_bytes=1, prefetch=1, gap_bytes=0)
+options = zl.FetchOptions()
+vars(options).update(least_read_bytes=1, prefetch=1, gap_bytes=0)
 dataset = dataset if genes is None else dataset[:, genes]
 loader = zl.Loader(dataset, batch_size=8, fetch_factor=1, sampling=zl.BlockShuffling(4), options=options)
 for minibatch in loader:

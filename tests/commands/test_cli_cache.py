@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from forked import CLI
-from helpers import PATIENCE_S, counts, write_store
+from helpers import PATIENCE_S, counts, fetch_options, write_store
 from test_cli import params, zloader
 
 import zloader as zl
@@ -221,7 +221,7 @@ def test_ls_as_text(cache, store):
 
 
 def test_ls_of_a_mirror_that_is_filled_in_part(store, tmp_path):
-    options = zl.FetchOptions(ready_bytes=1, prefetch=1, gap_bytes=0, least_read_bytes=1)  # not far ahead
+    options = fetch_options(ready_bytes=1, prefetch=1, gap_bytes=0, least_read_bytes=1)  # not far ahead
     iterator = iter(zl.Loader(zl.open_dataset(store, cache=tmp_path), batch_size=16, fetch_factor=2, options=options))
     next(iterator)
     iterator.close()

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import scipy.sparse
 import zarr
-from helpers import check_minibatch, counts, dense, digest, write_store
+from helpers import check_minibatch, counts, dense, digest, fetch_options, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -237,7 +237,7 @@ def test_bytes_in_flight_are_bounded_over_all_stores(pool):
     free = zl.Loader(dataset, **sizes)
     assert sum(map(len, free)) == dataset.n_obs
     limit = free.statistics().most_in_flight_bytes // 4
-    bound = zl.Loader(dataset, **sizes, options=zl.FetchOptions(in_flight_bytes=limit, max_read_bytes=1, gap_bytes=0))
+    bound = zl.Loader(dataset, **sizes, options=fetch_options(in_flight_bytes=limit, max_read_bytes=1, gap_bytes=0))
     assert sum(map(len, bound)) == dataset.n_obs
     # A single task may exceed the bound by itself.
     assert bound.statistics().most_in_flight_bytes < free.statistics().most_in_flight_bytes / 2

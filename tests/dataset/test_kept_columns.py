@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import zarr
-from helpers import PATIENCE_S, check_minibatch, counts, write_store
+from helpers import PATIENCE_S, check_minibatch, counts, fetch_options, write_store
 
 import zloader as zl
 from zloader.caching.rows_file import RowsFile
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.any_version
 
 N_ROWS = 300
 SIZES: dict[str, Any] = {"batch_size": 8, "fetch_factor": 2, "sampling": zl.BlockShuffling(8)}
-NARROW = zl.FetchOptions(gap_bytes=0, least_read_bytes=0, prefetch=1)  # reads only what a fetch needs
+NARROW = fetch_options(gap_bytes=0, least_read_bytes=0, prefetch=1)  # reads only what a fetch needs
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane", "maybe"]
 OBSM = ["pca", "cube"]
 KEPT = ["obs/cell_type/codes", "obs/lane", "obs/n_counts", "obs/passed"]

@@ -11,7 +11,7 @@ import anndata as ad
 import numpy as np
 import pytest
 import zarr.errors
-from helpers import counts, write_store
+from helpers import counts, fetch_options, write_store
 
 import zloader as zl
 from zloader.common.errors import FormatError, MissingObjectError
@@ -20,7 +20,7 @@ from zloader.insight.summary import summarize
 
 pytestmark = pytest.mark.any_version
 
-NARROW = zl.FetchOptions(gap_bytes=100, max_read_bytes=4096)  # so that few chunks share a read
+NARROW = fetch_options(gap_bytes=100, max_read_bytes=4096)  # so that few chunks share a read
 LOADERS = {
     "blocks": {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(block_size=8), "options": NARROW},
     "rows": {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(block_size=1), "options": NARROW},

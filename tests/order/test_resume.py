@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import PATIENCE_S, check_seen_once, counts, digest, write_store
+from helpers import PATIENCE_S, check_seen_once, counts, digest, fetch_options, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -241,7 +241,7 @@ def test_unused_minibatches_come_again(dataset, began):
 
 def test_resuming_reads_nothing_of_what_is_skipped(store):
     options = {"batch_size": 5, "fetch_factor": 3, "sampling": zl.Streaming(shuffle=True)}
-    options |= {"options": zl.FetchOptions(gap_bytes=0)}
+    options |= {"options": fetch_options(gap_bytes=0)}
     whole = zl.Loader(zl.open_dataset(store), **options)
     list(whole)
     all_of_it = whole.statistics()

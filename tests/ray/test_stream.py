@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import MACHINE
-from helpers import PATIENCE_S, assert_same_minibatches, assert_threads_end, check_minibatch, counts, write_store
+from helpers import (
+    PATIENCE_S,
+    assert_same_minibatches,
+    assert_threads_end,
+    check_minibatch,
+    counts,
+    fetch_options,
+    write_store,
+)
 
 import zloader as zl
 from zloader.common.errors import OptionError, ProducerError, StoreError
@@ -458,7 +466,7 @@ def on_a_simulated_server(store, tmp_path, sim, monkeypatch) -> tuple[Any, zl.Lo
         cache=tmp_path / "cache",
         storage_options={"key": "any", "secret": "any", "endpoint_url": server.url},
     )
-    options = zl.FetchOptions(deadline_s=PATIENCE_S, gap_bytes=0, least_read_bytes=0)  # every fetch reads
+    options = fetch_options(deadline_s=PATIENCE_S, gap_bytes=0, least_read_bytes=0)  # every fetch reads
     order = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8)}
     loader = zl.Loader(dataset, obs=OBS, obsm=["X_pca"], options=options, **order)
     return server, loader

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import NEVER_S, PATIENCE_S, assert_threads_end, check_minibatch, counts, write_store
+from helpers import NEVER_S, PATIENCE_S, assert_threads_end, check_minibatch, counts, fetch_options, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,7 +64,7 @@ def loader_over(server, *, cache=None, **options) -> zl.Loader:
         batch_size=8,
         fetch_factor=4,
         sampling=zl.BlockShuffling(4),
-        options=zl.FetchOptions(**(PATIENT | options)),
+        options=fetch_options(**(PATIENT | options)),
     )
 
 
@@ -200,7 +200,7 @@ def test_what_lasts_raises_in_time_and_leaves_nothing_behind(bucket, sim, tmp_pa
     assert SECRET not in str(caught.value) + caplog.text
     assert_threads_end()
     server.faults = []
-    loader.options = zl.FetchOptions(**PATIENT)
+    loader.options = fetch_options(**PATIENT)
     loader.set_epoch(0)
     assert epoch(loader) == ROWS  # the loader and the mirror still work
 
@@ -287,7 +287,7 @@ def test_a_server_whose_every_answer_stalls(bucket, sim):
     with pytest.raises(DeadlineError, match=f"{PLACE} bytes .*deadline_s"):
         epoch(loader)
     server.faults = []
-    loader.options = zl.FetchOptions(**PATIENT)
+    loader.options = fetch_options(**PATIENT)
     assert epoch(loader) == ROWS
 
 
@@ -348,7 +348,7 @@ def running(request, bucket, tmp_path):
             dataset = zl.open_dataset(store)
         else:
             dataset = loader_over(request.getfixturevalue("sim")(root=tmp_path / "bucket")).dataset
-    options = zl.FetchOptions(ready_bytes=1)  # so that the epoch is not over before the object is changed
+    options = fetch_options(ready_bytes=1)  # so that the epoch is not over before the object is changed
     loader = zl.Loader(dataset, batch_size=8, fetch_factor=2, sampling=zl.BlockShuffling(2), options=options)
     assert epoch(loader) == list(range(200))
     return loader, change

@@ -13,7 +13,7 @@ import anndata
 import numpy as np
 import pytest
 from fake_source import FakeSource, Fault
-from helpers import counts, offsets_in_memory, write_store
+from helpers import counts, fetch_options, offsets_in_memory, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -122,7 +122,7 @@ def test_minibatches_that_take_more_than_was_gathered_are_made_one_by_one(store,
 def test_any_rows_in_any_order_with_reads_completing_in_any_order(store, rows, seed, gap_bytes, max_read_bytes):
     rows = np.array(rows)
     fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
-    options = zl.FetchOptions(gap_bytes=gap_bytes, max_read_bytes=max_read_bytes, in_flight_bytes=4_000)
+    options = fetch_options(gap_bytes=gap_bytes, max_read_bytes=max_read_bytes, in_flight_bytes=4_000)
     minibatches, _ = run(part_of(store), FakeSource(store, seed=seed), [fetch], options=options)
     assert check(minibatches).tolist() == rows.tolist()
 
@@ -132,7 +132,7 @@ def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(stor
     mirror = mirror_of(part, tmp_path)
     source = FakeSource(store, seed=1)
     # No gaps, because the bytes between two wanted chunks would be chunks read in vain.
-    options = zl.FetchOptions(gap_bytes=0, prefetch=5)
+    options = fetch_options(gap_bytes=0, prefetch=5)
     minibatches, counters = run(part, source, plan(), mirror=mirror, options=options)
     assert sorted(check(minibatches)) == list(range(300))
     chunks = sum(array.n_chunks for array in part.matrix.arrays)
@@ -155,7 +155,7 @@ def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(stor
 
 def test_with_a_mirror_a_chunk_at_the_end_of_what_is_read_is_read_with_both_neighbours(store, tmp_path):
     part, source = part_of(store), FakeSource(store)
-    mirror, options = mirror_of(part, tmp_path), zl.FetchOptions(gap_bytes=0, least_read_bytes=0, prefetch=1)
+    mirror, options = mirror_of(part, tmp_path), fetch_options(gap_bytes=0, least_read_bytes=0, prefetch=1)
     minibatches, counters = run(part, source, plan(sampling=zl.Streaming()), mirror=mirror, options=options)
     assert sorted(check(minibatches)) == list(range(300))
     assert mirror.rows.held.chunks_held == mirror.rows.form.n_blocks
@@ -230,7 +230,7 @@ def test_buffers_hold_what_is_needed_and_keep_the_next_one_aligned(store, rows):
 def test_the_first_failed_read_is_raised_after_the_minibatches_before_it(store, seed):
     fetches = plan(sampling=zl.Streaming())
     source = FakeSource(store, faults=[Fault(kind="error", key="X/data/c/3$")], seed=seed)
-    scheduler = scheduler_of(part_of(store), source, options=zl.FetchOptions(prefetch=1))
+    scheduler = scheduler_of(part_of(store), source, options=fetch_options(prefetch=1))
     taken = []
     with pytest.raises(ReadError, match="scripted fault: X/data/c/3 bytes"):
         taken.extend(scheduler.start(fetches, name="test"))
@@ -307,10 +307,10 @@ def test_bytes_in_flight_stay_within_their_bound(store):
                 self.in_flight -= sum(span.size for span in spans)
 
     whole = Watched(store, seed=0)
-    run(part_of(store), whole, plan(), options=zl.FetchOptions(prefetch=8))
+    run(part_of(store), whole, plan(), options=fetch_options(prefetch=8))
     bounded = Watched(store, seed=0)
     limit = whole.most // 4
-    run(part_of(store), bounded, plan(), options=zl.FetchOptions(prefetch=8, in_flight_bytes=limit))
+    run(part_of(store), bounded, plan(), options=fetch_options(prefetch=8, in_flight_bytes=limit))
     largest = max(span.size for span in bounded.reads)
     assert bounded.most <= max(limit, largest)
     assert bounded.most < whole.most
@@ -332,7 +332,7 @@ def test_an_epoch_that_waits_for_reads_loads_further_ahead(store):
             begun.append(fetch)
             yield fetch
 
-    scheduler = scheduler_of(part_of(store), Slow(store), options=zl.FetchOptions(prefetch=6))
+    scheduler = scheduler_of(part_of(store), Slow(store), options=fetch_options(prefetch=6))
     make = scheduler._make
 
     def counted(*arguments):

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import PATIENCE_S
+from helpers import PATIENCE_S, fetch_options
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -182,7 +182,7 @@ def test_an_epoch_waits_for_reads_if_it_waits_while_threads_are_idle(waited_s, b
 @pytest.mark.parametrize("prefetch", [1, 2, 6])
 def test_two_fetches_go_ahead_and_one_more_after_each_wait_for_reads(prefetch):
     async def run():
-        ahead = Ahead(FetchOptions(prefetch=prefetch, threads=1))
+        ahead = Ahead(fetch_options(prefetch=prefetch, threads=1))
         assert await _passes(ahead) == 2
         for load in range(10):  # each waited for all of the time
             ahead.loaded(began_s=float(load), now_s=load + 1.0, busy_s=0.0)
@@ -200,7 +200,7 @@ READY = 48 * MiB
 
 
 def _sizes(*, grows=False, threads=60):
-    return GroupSizes(FetchOptions(ready_bytes=READY, threads=threads), grows=grows)
+    return GroupSizes(fetch_options(ready_bytes=READY, threads=threads), grows=grows)
 
 
 LEAST = READY // 63  # with 60 threads
@@ -224,7 +224,7 @@ def test_there_are_no_more_groups_than_keep_the_threads_busy():
     assert _sizes().claim(0) == _sizes().made(0, 0) == LEAST
     assert _sizes(threads=2).claim(MiB) == _sizes(threads=2).made(MiB, MiB) == READY // 5
     assert _sizes(threads=2).claim(READY // 2) == READY // 2
-    tiny = GroupSizes(FetchOptions(ready_bytes=1), grows=False)
+    tiny = GroupSizes(fetch_options(ready_bytes=1), grows=False)
     assert tiny.claim(0) == tiny.claim(9) == tiny.made(0, 0) == 1
 
 

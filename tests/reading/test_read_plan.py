@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import vector_layout
+from helpers import fetch_options, vector_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zloader.common.options import FetchOptions
 from zloader.common.records import Span
 from zloader.reading.read_plan import Elements, FillPlanner, batches
 from zloader.storage.layout import MatrixLayout, Reads
@@ -84,7 +83,7 @@ def planner_of_rows(*, chunk_rows: int, least_read_bytes: int, sweeps: bool, **o
     matrix = MatrixLayout(path="X", n_rows=1024, n_genes=1000, values=values, genes=None)
     form = replace(RowForm.of(matrix, None, compact=False), block_rows=1)
     sizes = {values.shard_key(0): 1024 * 1000}
-    fetching = FetchOptions(least_read_bytes=least_read_bytes, **{"gap_bytes": 0, **options})
+    fetching = fetch_options(least_read_bytes=least_read_bytes, **{"gap_bytes": 0, **options})
     return FillPlanner.of(matrix, form, fetching, sizes, sweeps=sweeps)
 
 

@@ -13,7 +13,7 @@ import anndata as ad
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_minibatches, assert_threads_end, counts, of_genes, write_store
+from helpers import assert_same_minibatches, assert_threads_end, counts, fetch_options, of_genes, write_store
 from torch.utils.data import DataLoader
 
 import zloader as zl
@@ -223,7 +223,7 @@ def test_the_next_minibatches_are_ready_before_they_are_asked_for(dataset):
             sent.release()
             return super().send(staged, finish)
 
-    minibatches = iter(zl.Loader(dataset, device=Counting(), options=zl.FetchOptions(ready_bytes=1), **SIZES))
+    minibatches = iter(zl.Loader(dataset, device=Counting(), options=fetch_options(ready_bytes=1), **SIZES))
     next(minibatches)
     for _ in range(3):  # the one that was taken, and two more, although each takes more than the limit
         assert sent.acquire(timeout=600)

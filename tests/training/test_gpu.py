@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, assert_same_minibatches, assert_threads_end, counts, write_store
+from helpers import assert_same, assert_same_minibatches, assert_threads_end, counts, fetch_options, write_store
 from torch.utils.data import DataLoader
 
 import zloader as zl
@@ -125,7 +125,7 @@ def test_leaving_early_ends_all_threads_and_frees_the_memory(dataset, layout):
 def test_memory_does_not_grow_however_late_training_is(dataset, layout):
     """The training loop waits for nothing, so it could take a whole epoch before the GPU has begun with it."""
     sizes = {**SIZES, "batch_size": 64, "fetch_factor": 2}
-    loader = zl.Loader(dataset, device="cuda", layout=layout, options=zl.FetchOptions(ready_bytes="1MB"), **sizes)
+    loader = zl.Loader(dataset, device="cuda", layout=layout, options=fetch_options(ready_bytes=10**6), **sizes)
     largest = 64 * 300 * 4 + 100_000
     before, ends = allocated_bytes(), []
     torch.cuda.reset_peak_memory_stats()

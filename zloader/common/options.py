@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,7 +14,6 @@ from zloader.common.checks import (
     parse_size,
     require_at_least,
     require_count,
-    require_flag,
     require_one_of,
     require_whole,
 )
@@ -44,85 +44,67 @@ class _Bytes:
 class FetchOptions:
     """How a loader reads, and how much memory it may use. Pass it as `zl.Loader(dataset, options=...)`.
 
-    Set `memory` to change the memory use of a loader. It is the most that a loader takes, apart from about 400 MB for
-    the libraries. The three budgets below are derived from it where they are 0. Three sixteenths are left for the
-    minibatch that your loop still holds when it asks for the next one, and for freed memory that fits no other array.
-    A single fetch that is larger than `buffer_bytes` is still loaded, one at a time.
-
     Sizes are in bytes, or strings such as "2GiB" (2 * 1024**3) or "2G" (2 * 1000**3).
 
-    Memory:
-        memory: Budget of the loader. At least 16 MiB. Default: an eighth of the machine's
-            (or container's) memory, up to 1 GiB plus 32 MiB per thread.
-        in_flight_bytes: Stored bytes being read or decoded. Default: a sixteenth of `memory`. 64 MiB sustains 400 MB/s
+    Args:
+        memory: the most that a loader takes, apart from about 400 MB for the libraries. At least 16 MiB. A single fetch
+            that is larger than its share is still loaded, one at a time. Default: an eighth of the machine's (or
+            container's) memory, up to 1 GiB plus 32 MiB per thread.
+        in_flight_bytes: stored bytes being read or decoded. Default: a sixteenth of `memory`. 64 MiB sustains 400 MB/s
             when a read takes 160 ms from request to last byte.
-        buffer_bytes: Fetches that are loaded but not yet gathered. Default: nine sixteenths of `memory`.
-        ready_bytes: Minibatches that are being gathered, or wait for the consumer. One minibatch may be larger, and
-            should not be. Default: three sixteenths of `memory`.
-
-    Reads:
-        gap_bytes: Two ranges with at most this many bytes between them are read together. Default: 64 KiB, which costs
-            less than the 30 ms of another GET on S3.
-        least_read_bytes: While an epoch fills a mirror, each read is extended to about this size with the data beside a
-            block, which the mirror needs anyway. Default: 512 KiB. It cuts the number of GETs to a quarter and delays
-            the first minibatch by half a second.
-        max_read_bytes: Ranges are read together up to about this size; a chunk is never split. Default: 8 MiB.
-            TensorStore reaches the speed of a link with reads of 1 to 8 MiB; longer ones only make retries more
-            expensive.
-
-    Pace and failures:
-        prefetch: Most fetches loaded ahead while the current one is gathered, as far as `buffer_bytes` allows. An
-            epoch begins with one, and loads more while it waits for reads. Default: 2, so that one is decoded while
-            the next is read.
-        deadline_s: Seconds for one read, including all its retries; then it raises DeadlineError. Default: 60.
-        retries: Further attempts after a failure that may be temporary. Default: 16, which take 46 s at 0.1 to 4 s
+        deadline_s: seconds for one read, including all its retries; then it raises an error. Default: 60.
+        retries: further attempts after a failure that may be temporary. Default: 16, which take 46 s at 0.1 to 4 s
             apart. Half a minute of SlowDown or a server restart passes unnoticed, and errors that persist are raised
             in your training loop before the deadline.
-        threads: Threads that decode and gather. Default: one per core available to this process.
-        tune_malloc: Let the process keep freed memory (glibc's mallopt, set once when the first loader starts).
-            Default: True. Without it every minibatch pays for page faults, at about half the speed of a warm epoch.
+        threads: threads that decode and gather. Default: one per core available to this process.
 
     Raises OptionError for an invalid value.
 
     >>> options = zl.FetchOptions(memory="2GiB", deadline_s=30)
-    >>> [size >> 20 for size in (options.in_flight_bytes, options.buffer_bytes, options.ready_bytes)]  # MiB
-    [128, 1152, 384]
+    >>> options.in_flight_bytes >> 20  # MiB
+    128
     >>> loader = zl.Loader(dataset, options=options)
     """
 
     memory: _Bytes = _Bytes(0)
     in_flight_bytes: _Bytes = _Bytes(0)
-    buffer_bytes: _Bytes = _Bytes(0)
-    ready_bytes: _Bytes = _Bytes(0)
-    gap_bytes: _Bytes = _Bytes(64 * 1024)
-    least_read_bytes: _Bytes = _Bytes(512 * 1024)
-    max_read_bytes: _Bytes = _Bytes(8 * MiB)
-    prefetch: int = 2
     deadline_s: float = 60.0
     retries: int = 16
     threads: int = field(default_factory=available_cores)
-    tune_malloc: bool = True
+
+    # Two ranges with at most this many bytes between them are read together: it costs less than the 30 ms of a GET.
+    gap_bytes: ClassVar[int] = 64 * 1024
+    # While an epoch fills a mirror, each read is extended to about this size with the data beside a block, which the
+    # mirror needs anyway. It cuts the number of GETs to a quarter, and delays the first minibatch by half a second.
+    least_read_bytes: ClassVar[int] = 512 * 1024
+    # Ranges are read together up to about this size. TensorStore reaches the speed of a link with reads of 1 to 8 MiB;
+    # longer ones only make retries more expensive.
+    max_read_bytes: ClassVar[int] = 8 * MiB
+    # Most fetches loaded ahead while the current one is gathered: one is decoded while the next is read.
+    prefetch: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        require_count(max_read_bytes=self.max_read_bytes, prefetch=self.prefetch, threads=self.threads)
-        require_whole(0, gap_bytes=self.gap_bytes, least_read_bytes=self.least_read_bytes, retries=self.retries)
+        require_count(threads=self.threads)
+        require_whole(0, memory=self.memory, in_flight_bytes=self.in_flight_bytes, retries=self.retries)
         require_at_least(0.001, deadline_s=self.deadline_s)
-        require_flag(tune_malloc=self.tune_malloc)
-        require_whole(0, memory=self.memory)
         if self.memory:
             require_at_least(MIN_MEMORY, memory=self.memory)
         memory = self.memory or max(MIN_MEMORY, min(available_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
         object.__setattr__(self, "memory", memory)
-        self._derive(in_flight_bytes=memory // 16, ready_bytes=3 * memory // 16)
-        # Three sixteenths remain for a minibatch that the consumer still holds, and for what malloc keeps.
-        budgets = self.in_flight_bytes + self.ready_bytes + 3 * memory // 16
-        self._derive(buffer_bytes=max(memory - budgets, memory // 8))
+        object.__setattr__(self, "in_flight_bytes", self.in_flight_bytes or memory // 16)
 
-    def _derive(self, **values: int) -> None:
-        """Sets the given attributes that are still 0."""
-        for name, value in values.items():
-            require_whole(0, **{name: getattr(self, name)})
-            object.__setattr__(self, name, getattr(self, name) or value)
+    @cached_property
+    def ready_bytes(self) -> int:
+        """Bytes of minibatches that are being gathered, or wait for the consumer."""
+        return 3 * self.memory // 16
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of fetches that are loaded but not yet gathered.
+
+        Three sixteenths remain for a minibatch that the consumer still holds, and for what malloc keeps.
+        """
+        return max(self.memory - self.in_flight_bytes - self.ready_bytes - 3 * self.memory // 16, self.memory // 8)
 
 
 @dataclass(frozen=True)

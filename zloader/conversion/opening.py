@@ -72,7 +72,7 @@ class Reading:
     @property
     def options(self) -> FetchOptions:
         """How rows of a Dataset are read."""
-        return FetchOptions(memory=max(16 * MiB, self.memory), tune_malloc=False)
+        return FetchOptions(memory=max(16 * MiB, self.memory))
 
 
 @contextlib.contextmanager

@@ -327,8 +327,7 @@ def _once(key: str, opened: Callable[[], Any]) -> Any:
 
 def _loader_of(recipes: NDArray[np.uint8]) -> tuple[LoaderRecipes, BufferPool]:
     opened: LoaderRecipes = unpickled(recipes)
-    if opened.options.tune_malloc:
-        keep_freed_memory()
+    keep_freed_memory()
     return opened, BufferPool()
 
 

@@ -360,8 +360,7 @@ class Loader(_Dataset):
                 remaining=plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip),
                 recipe=functools.partial(recipes.recipe, plan.epoch, lent, sweeps=sweeps),
             )
-            if self.options.tune_malloc:
-                keep_freed_memory()
+            keep_freed_memory()
             urls = [store.location.url for store in self.dataset.stores]  # the dataset's repr might read from the store
             message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
             log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
