@@ -169,7 +169,7 @@ def test_zloader_testing_has_few_dependencies():
 
 def test_plan_to_minibatch_does_not_import_torch():
     needed = _dependencies("zloader.order.plan") | _dependencies("zloader.reading.fetch")
-    steps = ("zloader.order.plan", "zloader.reading.chunks", "zloader.caching.mirror", "zloader.reading.gather")
+    steps = ("zloader.order.plan", "zloader.reading.chunks", "zloader.caching.rows_file", "zloader.reading.gather")
     assert {*steps} <= needed
     assert not needed & {"zloader", "zloader.training.loader", "zloader.dataset.dataset"}
     assert "torch" not in set().union(*map(_libraries, needed))

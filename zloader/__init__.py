@@ -35,7 +35,7 @@ from zloader.common.version import __version__ as __version__
 if TYPE_CHECKING:
     from zloader import tokenizers as tokenizers
     from zloader import transforms as transforms
-    from zloader.caching.mirror import CacheStatistics
+    from zloader.caching.rows_file import CacheStatistics
     from zloader.common.options import Cache, FetchOptions
     from zloader.conversion.convert import ConversionReport, convert
     from zloader.conversion.encode import ConvertOptions
@@ -102,7 +102,7 @@ _MODULES = {
     "BlockShuffling": "zloader.order.shuffling",
     "BlockWeightedSampling": "zloader.order.weighted",
     "Cache": "zloader.common.options",
-    "CacheStatistics": "zloader.caching.mirror",
+    "CacheStatistics": "zloader.caching.rows_file",
     "CellSets": "zloader.order.cell_sets",
     "ClassBalancedSampling": "zloader.order.weighted",
     "ConversionReport": "zloader.conversion.convert",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import threading
@@ -19,7 +20,7 @@ from zloader.caching.directory import MirrorDirectory, MirrorEntry, VerifiedMark
 from zloader.caching.inspection import MirrorInspection, inspect_mirror, verify
 from zloader.caching.kept import save_array
 from zloader.caching.leases import Leases
-from zloader.caching.rows_file import RowsFile, RowsIndex
+from zloader.caching.rows_file import RowsFile, mapped_index, sizes_in
 from zloader.common.options import Cache
 from zloader.storage.row_blocks import RowForm
 
@@ -108,8 +109,8 @@ def copy(whole, store, tmp_path) -> Copy:
 def places_of(copy: Copy) -> list[tuple[int, int]]:
     """The first byte of each block of X, and the byte after its last."""
     with copy.file("X.index").open("rb") as file:
-        ((_, starts, words),) = RowsIndex.read(copy.file("X.index"), file.fileno()).windows()
-    return list(zip(starts.tolist(), (starts + (words >> 32).astype(np.int64) * 8).tolist(), strict=True))
+        starts, words = mapped_index(copy.file("X.index"), file.fileno(), mmap.ACCESS_READ)[1].T
+    return list(zip(starts.tolist(), (starts.astype(np.int64) + sizes_in(words)).tolist(), strict=True))
 
 
 def dense_rows(directory: MirrorDirectory, *, n_rows: int, block_rows: int, width: int) -> RowsFile:

@@ -30,8 +30,7 @@ from zloader.caching.directory import MirrorDirectory, open_mirror_directory
 from zloader.caching.kept import load_array as load_checked
 from zloader.caching.kept import load_object, save_object
 from zloader.caching.kept import save_array as save_windows
-from zloader.caching.mirror import open_rows
-from zloader.caching.rows_file import RowsFile
+from zloader.caching.rows_file import RowsFile, open_rows
 from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.storage.layout import MatrixLayout

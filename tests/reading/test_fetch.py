@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.mirror import Mirror, open_rows
+from zloader.caching.leases import Leases
+from zloader.caching.rows_file import Mirror, open_rows
 from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadError
 from zloader.order.plan import Fetch, Plan
 from zloader.reading import gather
@@ -183,7 +184,7 @@ def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path):
     blocks = mirror.rows.blocks(np.flatnonzero(in_shard))
 
     async def run():
-        parts, leases = [replace(part, open_source=lambda: failing, mirror=mirror)], others.leases()
+        parts, leases = [replace(part, open_source=lambda: failing, mirror=mirror)], Leases(others.directory.path)
         with opened_readers(parts, zl.FetchOptions(), Counters(), sweeps=False) as [reader]:
             with pytest.raises(ExceptionGroup) as raised:
                 await reader.fill_mirror(blocks, 0)

@@ -1,13 +1,13 @@
 """Inspects and verifies the files of a mirror, without opening its store.
 
-Files are read in pieces, because a memory map would count as memory of this process. Links are never followed.
+Links are never followed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import numpy as np
 
 from zloader.caching.directory import VERSION, MirrorEntry, VerifiedMarks, described_in, opened
 from zloader.caching.kept import is_whole
-from zloader.caching.rows_file import Held, RowsIndex, is_present, sizes_in, word_of
+from zloader.caching.rows_file import Held, is_present, mapped_index, sizes_in, windows, word_of
 from zloader.common.errors import CacheError
 
 _SUFFIXES = ("index", "rows", "array", "kept")
@@ -56,10 +56,8 @@ def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
     arrays = {}
     for path in files["index"]:
         with contextlib.suppress(OSError, ValueError), opened(path, os.O_RDONLY) as file:
-            index = RowsIndex.read(path, file)
-            arrays[_name(path)] = Held.of(
-                (words for _, _, words in index.windows()), index.n_blocks, index.decoded_bytes
-            )
+            header, blocks = mapped_index(path, file, mmap.ACCESS_READ)
+            arrays[_name(path)] = Held.of(blocks, int(header[9]))
     for path in files["array"]:
         n_bytes = _size(path)
         arrays[_name(path)] = Held(chunks=1, chunks_held=1, bytes_in_all=n_bytes, bytes_held=n_bytes)
@@ -114,7 +112,7 @@ def _check_rows(path: Path, on_bytes: Callable[[int], None]) -> tuple[list[str],
     content, file, problems, differing = path.with_suffix(".rows"), -1, [], []
     with contextlib.ExitStack() as stack:
         try:
-            index = RowsIndex.read(path, stack.enter_context(opened(path, os.O_RDWR)))
+            _, index = mapped_index(path, stack.enter_context(opened(path, os.O_RDWR)), mmap.ACCESS_WRITE)
         except ValueError as error:
             path.unlink(missing_ok=True)  # whoever has mapped it goes on with a file of its own
             return [f"{path.name} {error}: all blocks of {_name(path)} count as absent"], False
@@ -123,11 +121,13 @@ def _check_rows(path: Path, on_bytes: Callable[[int], None]) -> tuple[list[str],
         except OSError as error:
             problems.append(f"{content.name} cannot be read: {error.strerror}")
         before = None if file < 0 else _stamp(file)
-        for first, offsets, words in index.windows():
-            blocks = enumerate(zip(offsets.tolist(), sizes_in(words).tolist(), words.tolist(), strict=True), first)
-            for block, (offset, size, word) in itertools.compress(blocks, is_present(words).tolist()):
+        for first, words in windows(index):
+            for block in (first + np.flatnonzero(is_present(words))).tolist():
+                offset, word = index[block].tolist()
+                size = int(sizes_in(index[block, 1:])[0])
                 if _word_at(file, offset, size) != word:
-                    index.mark_absent(block, word)
+                    if index[block, 1] == word:  # no other process has changed it since
+                        index[block, 1] = 0
                     differing.append(block)
                 on_bytes(size)
         if differing:

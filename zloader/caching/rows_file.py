@@ -20,7 +20,7 @@ import hashlib
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from zloader.common.file_systems import close_with
 from zloader.common.locks import forkable_lock
 from zloader.common.records import Rows
 from zloader.storage.decode import checksum
-from zloader.storage.layout import distinct
+from zloader.storage.layout import MatrixLayout, distinct
 from zloader.storage.row_blocks import KeptRows, RowForm, bounds_of, places_of
 
 log = logging.getLogger("zloader")
@@ -62,23 +62,52 @@ class Held:
     bytes_held: int
 
     @classmethod
-    def of(cls, words: Iterable[NDArray[np.uint64]], n_blocks: int, decoded_bytes: int) -> Held:
-        """How much there is, given the words of blocks. The bytes of all are estimated from it, if there is any."""
-        sizes = [sizes_in(each[is_present(each)]) for each in words]
+    def of(cls, blocks: NDArray[np.uint64], decoded_bytes: int) -> Held:
+        """How much there is, given the words of all blocks. The bytes of all are estimated from it, if there is any."""
+        sizes = [sizes_in(words[is_present(words)]) for _, words in windows(blocks)]
         held, n_bytes = sum(map(len, sizes)), sum(int(each.sum()) for each in sizes)
-        in_all = n_bytes * n_blocks // held if held else decoded_bytes
-        return cls(chunks=n_blocks, chunks_held=held, bytes_in_all=in_all, bytes_held=n_bytes)
+        in_all = n_bytes * len(blocks) // held if held else decoded_bytes
+        return cls(chunks=len(blocks), chunks_held=held, bytes_in_all=in_all, bytes_held=n_bytes)
 
     @staticmethod
-    def sums(parts: Iterable[Held]) -> dict[str, int]:
+    def sums(parts: Collection[Held]) -> dict[str, int]:
         """The fields of some together."""
-        parts = list(parts)
         return {each.name: sum(getattr(part, each.name) for part in parts) for each in fields(Held)}
 
     @property
     def share(self) -> float:
         """The share of the bytes that the mirror holds, from 0 to 1."""
         return self.bytes_held / self.bytes_in_all if self.bytes_in_all else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStatistics(Held):
+    """How much of a matrix is in the cache; returned by `Dataset.cache_statistics`.
+
+    Attributes:
+        directory: Directory of the mirror.
+        chunks, chunks_held: Blocks of rows of the matrix, and how many of them are cached.
+        bytes_in_all, bytes_held: Bytes of all blocks, estimated from those that are cached, and bytes of these.
+        allocated_bytes: Disk space of all mirrors in the cache, in bytes.
+        max_bytes: Limit for `allocated_bytes`; None means no limit.
+        full: Whether the cache has stopped accepting blocks.
+
+    >>> for minibatch in zl.Loader(dataset):  # one epoch fills the mirror
+    ...     pass
+    >>> statistics = dataset.cache_statistics()
+    >>> statistics.share, statistics.full
+    (1.0, False)
+    """
+
+    directory: Path
+    allocated_bytes: int
+    max_bytes: int | None
+    full: bool
+
+
+def contents_of(files: Sequence[RowsFile]) -> dict[str, Any]:
+    """The fields of Held for some matrices together, and whether one of them accepts no more rows."""
+    return Held.sums([file.held for file in files]) | {"full": not all(file.writable for file in files)}
 
 
 class RowsFile:
@@ -91,8 +120,8 @@ class RowsFile:
     def __init__(self, directory: MirrorDirectory, form: RowForm) -> None:
         self._directory = directory
         self._path, self._index_path = (cached_path(directory.path, form.name, suffix) for suffix in ("rows", "index"))
-        self._file, words, self.form = _open(directory, self._path, self._index_path, form)
-        self._offsets, self._words = words[0::2], words[1::2]
+        self._file, self._index, self.form = _open(directory, self._path, self._index_path, form)
+        self._offsets, self._words = self._index.T
         close_with(self, self._file)
         self._content, self._mapped_bytes = np.empty(0, np.uint8), 0
         self._lock = forkable_lock()  # threads that wait for the file system would do so busily
@@ -100,8 +129,8 @@ class RowsFile:
         # Blocks that this process has verified or written, or that were recorded as verified.
         self._verified = np.zeros(form.n_blocks, bool)  # takes no memory until it is written to
         if verified:
-            for first, present in self._present_windows():
-                self._verified[first : first + len(present)] = present
+            for first, words in windows(self._index):
+                self._verified[first : first + len(words)] = is_present(words)
         self._unrecorded = not verified
         self.writable = self._words.flags.writeable
 
@@ -111,19 +140,8 @@ class RowsFile:
         """The blocks of some rows, ascending."""
         return distinct(rows // self.form.block_rows)
 
-    def _present(self, blocks: Rows | slice) -> NDArray[np.bool_]:
+    def _present(self, blocks: Rows) -> NDArray[np.bool_]:
         return is_present(self._words[blocks])
-
-    def _present_windows(self) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-        """Which blocks are present, in windows, each with its first block. There may be 60 million.
-
-        Windows without any are left out. So an almost empty mirror takes hardly any memory here.
-        """
-        for first in range(0, self.form.n_blocks, _WINDOW):
-            present = self._present(slice(first, first + _WINDOW))
-            if present.any():
-                yield first, present
-            page_cache.release(self._words)
 
     def contains(self, blocks: Rows) -> bool:
         """Whether all blocks are present and verified already. Does not read their bytes."""
@@ -157,22 +175,22 @@ class RowsFile:
                     if self.writable:
                         self._words[block] = 0
         if self.form.n_blocks > _MANY_BLOCKS:  # a fetch uses words all over the file
-            page_cache.release(self._words)
+            page_cache.release(self._index)
         return np.asarray(blocks[missing])
 
     def record_verified(self) -> None:
         """Records the files as verified, if this process has verified or written every present block."""
         if not self._unrecorded or not os.fstat(self._file).st_nlink:  # deleted: others may be at its path
             return
-        if all(self._verified[first : first + len(held)][held].all() for first, held in self._present_windows()):
+        present = ((first, is_present(words)) for first, words in windows(self._index))
+        if all(self._verified[first : first + len(held)][held].all() for first, held in present):
             self._directory.verified.record([self._path, self._index_path])
             self._unrecorded = False
 
     @property
     def held(self) -> Held:
         """How much of the matrix is present."""
-        words = (self._words[first : first + len(present)] for first, present in self._present_windows())
-        return Held.of(words, self.form.n_blocks, self.form.decoded_bytes)
+        return Held.of(self._index, self.form.decoded_bytes)
 
     def bytes_of(self, blocks: Rows) -> int:
         """Bytes of some present blocks."""
@@ -339,51 +357,44 @@ def _header(path: Path, form: RowForm) -> NDArray[np.uint64]:
     words = np.array(
         [_MAGIC, form.n_rows, form.block_rows, *kinds, form.width, form.coded, 0, 0, form.decoded_bytes, 0], "<u8"
     )
-    words[7:9] = np.frombuffer(hashlib.sha256(qualified_name(path)).digest(), "<u8", 2)
+    words[7:9] = _name_words(path)
     words[-1] = checksum(words[:-1])
     return words
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowsIndex:
-    """An index file that is read in windows: the words of 60 million blocks take 1 GB."""
+def _name_words(path: Path) -> NDArray[np.uint64]:
+    return np.frombuffer(hashlib.sha256(qualified_name(path)).digest(), "<u8", 2)
 
-    n_blocks: int
-    decoded_bytes: int
-    file: int
 
-    @classmethod
-    def read(cls, path: Path, file: int) -> RowsIndex:
-        """Raises ValueError with the reason if the file is not valid."""
-        content = os.pread(file, 8 * _HEADER, 0)
-        header = np.frombuffer(content[: len(content) // 8 * 8], "<u8")
-        if not len(header) or header[0] != _MAGIC:
-            raise ValueError("is from another version of zloader")
-        if len(header) < _HEADER or header[-1] != checksum(header[:-1]):
-            raise ValueError("differs from its checksum")
-        if (header[7:9] != np.frombuffer(hashlib.sha256(qualified_name(path)).digest(), "<u8", 2)).any():
-            raise ValueError("belongs to another matrix or mirror")
-        n_blocks = -(-int(header[1]) // int(header[2]))
-        size, found = 8 * (_HEADER + 2 * n_blocks), os.fstat(file).st_size
-        if found != size:
-            raise ValueError(f"has {found} bytes instead of {size}")
-        return cls(n_blocks=n_blocks, decoded_bytes=int(header[9]), file=file)
+def mapped_index(path: Path, file: int, access: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """The header of an index, in which word 9 is the decoded bytes of all rows, and the two words of each block.
 
-    def windows(self) -> Iterator[tuple[int, Rows, NDArray[np.uint64]]]:
-        """All blocks in windows: the first block, the first byte of each, and its word."""
-        for first in range(0, self.n_blocks, _WINDOW):
-            n = min(_WINDOW, self.n_blocks - first)
-            content = os.pread(self.file, 16 * n, 8 * (_HEADER + 2 * first))
-            if len(content) < 16 * n:
-                raise OSError("a file of the mirror was truncated while it was read")
-            offsets, words = np.frombuffer(content, "<u8").reshape(n, 2).T
-            yield first, offsets.astype(np.int64), words
+    Raises ValueError if the file is not an intact index of the matrix and the mirror that its path names.
+    """
+    size = os.fstat(file).st_size
+    words = np.frombuffer(map_file(file, size // 8 * 8, access), "<u8")
+    header = words[:_HEADER]
+    if not (
+        len(header) == _HEADER
+        and header[0] == _MAGIC
+        and header[-1] == checksum(header[:-1])
+        and (header[7:9] == _name_words(path)).all()
+        and size == 8 * (_HEADER + 2 * -(-int(header[1]) // int(header[2])))
+    ):
+        raise ValueError("is damaged, or from another version, matrix or mirror")
+    return header, words[_HEADER:].reshape(-1, 2)
 
-    def mark_absent(self, block: int, word: int) -> None:
-        """Sets the word of a block to 0, unless another process has changed it since it was `word`."""
-        at = 8 * (_HEADER + 2 * block + 1)
-        if int.from_bytes(os.pread(self.file, 8, at), "little") == word:
-            os.pwrite(self.file, bytes(8), at)
+
+def windows(blocks: NDArray[np.uint64]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    """The words of blocks in windows, each with its first block. Windows without blocks that are present are left out.
+
+    There may be 60 million, whose words take 1 GB. An almost empty mirror takes hardly any memory here.
+    """
+    for first in range(0, len(blocks), _WINDOW):
+        words = blocks[first : first + _WINDOW, 1]
+        if is_present(words).any():
+            yield first, words
+        page_cache.release(blocks)
 
 
 _Opened = tuple[int, NDArray[np.uint64], RowForm]  # a file of rows, the words of all blocks, and the form of the rows
@@ -395,37 +406,35 @@ def _open(directory: MirrorDirectory, path: Path, index_path: Path, form: RowFor
     An index that is damaged, of other rows, or without rows is replaced, together with the rows. Processes that have
     both open go on with them. So that none has an old index with new rows, these are created last.
     """
-    size = 8 * (_HEADER + 2 * -(-form.n_rows // form.block_rows))
-    while (found := _opened(path, index_path, size, form)) is None:
+    while (found := _opened(path, index_path, form)) is None:
         # So that no process maps a file that another one is about to replace.
         with opened(directory.path / "owners", os.O_RDWR | os.O_CREAT) as lock:
             with contextlib.suppress(OSError):  # this file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if (found := _opened(path, index_path, size, form)) is not None:  # written by another process meanwhile
+            if (found := _opened(path, index_path, form)) is not None:  # written by another process meanwhile
                 break
-            _write_index(directory, index_path, path, _header(index_path, form), size)
+            _write_index(directory, index_path, path, form)
     return found
 
 
-def _opened(path: Path, index_path: Path, size: int, form: RowForm) -> _Opened | None:
+def _opened(path: Path, index_path: Path, form: RowForm) -> _Opened | None:
     """Opens rows, raw or coded. None if they or their index are missing, or if it is not one of such rows."""
-    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(FileNotFoundError, ValueError), contextlib.ExitStack() as stack:
         file = open_file(path)
         stack.callback(os.close, file)
         index = open_file(index_path)
         stack.callback(os.close, index)
-        header = os.pread(index, 8 * _HEADER, 0)
-        found = next((each for each in form.raw_and_coded if _header(index_path, each).tobytes() == header), None)
-        if found is not None and os.fstat(index).st_size == size and os.fstat(file).st_nlink:
-            access = mmap.ACCESS_WRITE if os.access(index_path, os.W_OK) else mmap.ACCESS_READ
-            return os.dup(file), np.frombuffer(map_file(index, size, access), "<u8")[_HEADER:], found
+        access = mmap.ACCESS_WRITE if os.access(index_path, os.W_OK) else mmap.ACCESS_READ
+        header, blocks = mapped_index(index_path, index, access)
+        found = next((each for each in form.raw_and_coded if (_header(index_path, each) == header).all()), None)
+        if found is not None and os.fstat(file).st_nlink:
+            return os.dup(file), blocks, found
     return None
 
 
-def _write_index(
-    directory: MirrorDirectory, path: Path, rows_path: Path, header: NDArray[np.uint64], size: int
-) -> None:
+def _write_index(directory: MirrorDirectory, path: Path, rows_path: Path, form: RowForm) -> None:
     """Writes an index in which all blocks are absent, in place of an invalid one and of its rows."""
+    header, size = _header(path, form), 8 * (_HEADER + 2 * form.n_blocks)
     if path.exists():
         log.warning("%s is damaged, of another array or without its rows: discarding all its blocks", path)
     with draft_path(path) as draft:
@@ -444,3 +453,52 @@ def _write_index(
         draft.replace(path)
     with opened(rows_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL):
         pass
+
+
+# ---- mirrors
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """The mirror of the rows of one matrix, or of some of its genes.
+
+    Rows with all genes, if there are any beside these, are in `whole`. They are read, but not filled any more.
+    """
+
+    directory: MirrorDirectory
+    rows: RowsFile
+    whole: RowsFile | None
+
+    def record_verified(self) -> None:
+        """Records the verified files, so that no process has to compare their checksums again."""
+        for file in (self.rows, self.whole):
+            if file is not None:
+                file.record_verified()
+
+
+def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, panel: NDArray[Any] | None) -> Mirror | None:
+    """The mirror of a matrix, or of a panel of its genes, given as the column of each gene.
+
+    None if there is nothing to keep, or, with a warning, if its files cannot be created.
+    """
+    if not matrix.values.n_elements:
+        return None
+    try:
+        form, whole = (RowForm.of(matrix, each, compact=directory.form == "compact") for each in (panel, None))
+        has_whole = whole.name != form.name and has_rows(directory, whole)
+        if not has_whole:
+            return Mirror(directory, RowsFile(directory, form), None)
+        of_whole = RowsFile(directory, whole)
+        of_whole.writable = False
+        try:
+            return Mirror(directory, RowsFile(directory, form), of_whole)
+        except OSError:  # the cache is full or read-only
+            return Mirror(directory, of_whole, None)
+    except OSError as error:
+        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
+        return None
+
+
+def has_rows(directory: MirrorDirectory, form: RowForm) -> bool:
+    """Whether the mirror has files of these rows, with some of their blocks or none."""
+    return all(cached_path(directory.path, form.name, suffix).exists() for suffix in ("rows", "index"))

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.directory import cache_bytes
-from zloader.caching.mirror import CacheStatistics, Mirror, contents_of, has_rows
+from zloader.caching.rows_file import CacheStatistics, Mirror, contents_of, has_rows
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError

@@ -33,7 +33,7 @@ from zloader.access.zarr_groups import (
 )
 from zloader.caching.directory import open_mirror_directory
 from zloader.caching.kept import CachedMetadataStore, OfflineSource, kept_array, save_listing
-from zloader.caching.mirror import Mirror, open_rows
+from zloader.caching.rows_file import Mirror, open_rows
 from zloader.common.concurrent_calls import require_main_thread
 from zloader.common.deferred import pd
 from zloader.common.errors import CacheError, FormatError, ZloaderError

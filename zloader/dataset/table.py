@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import CacheStatistics
+from zloader.caching.rows_file import CacheStatistics
 from zloader.common.checks import names_of, require_one_of, require_whole
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError

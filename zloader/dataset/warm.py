@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zloader.caching.mirror import contents_of
-from zloader.caching.rows_file import Held, RowsFile
+from zloader.caching.rows_file import Held, RowsFile, contents_of
 from zloader.common.checks import names_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers

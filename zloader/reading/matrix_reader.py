@@ -109,7 +109,7 @@ def opened_readers(
             leases = None
             if part.mirror is not None:
                 stack.callback(part.mirror.record_verified)
-                leases = stack.enter_context(contextlib.closing(part.mirror.leases()))
+                leases = stack.enter_context(contextlib.closing(Leases(part.mirror.directory.path)))
             readers.append(MatrixReader(part, leases, resources, sweeps=sweeps))
         yield readers
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import Mirror
+from zloader.caching.rows_file import Mirror
 from zloader.common.records import ByteSource, MinibatchArrays, Rows
 from zloader.reading import gather
 from zloader.reading.forms import Form, Transforming
