@@ -838,16 +838,6 @@ def test_a_column_of_another_length_or_dtype_is_not_used(tmp_path, caplog, other
     assert _equal(load_array(directory, "x", other), other)
 
 
-def test_an_object_of_another_size_is_not_used(tmp_path, caplog):
-    directory = _directory(tmp_path)
-    save_object(directory, "zarr.json", b"12345")
-    assert load_object(directory, "zarr.json", 5) == load_object(directory, "zarr.json") == b"12345"
-    assert not caplog.records
-    assert load_object(directory, "zarr.json", 6) is None
-    (record,) = caplog.records
-    assert "5 of 6 bytes" in record.getMessage()
-
-
 def test_only_blocks_that_have_disk_space_are_written(tmp_path):
     form = _form(n_rows=64 * 512, block_rows=512)  # blocks of 4 KiB
     directory = MirrorDirectory(Cache(tmp_path, max_bytes="400kB"), PRINT, "store")

@@ -263,9 +263,9 @@ def test_verify_names_what_is_damaged_and_it_is_read_again(cache, store):
     (entry.directory / "%2Flisting.kept").write_bytes(b"")
     again = shutil.copytree(cache, cache.parent / "again")
     text = zloader("cache", "verify", cache, status=1).stdout
-    (line,) = (line for line in text.splitlines() if "X: block " in line)
-    assert line.startswith(f"{store}: X: block ")
-    assert line.endswith(" differs from its checksum")
+    (line,) = (line for line in text.splitlines() if ": X: " in line)
+    assert line.startswith(f"{store}: X: 1 of ")
+    assert line.endswith(" blocks differ from their checksums")
     assert f"{store}: /listing: %2Flisting.kept differed from its checksum and was deleted\n" in text
     assert text.endswith("problems: 2; damaged data will be read from the store again\n")
     seen = documented("cache", "verify", again, status=1)

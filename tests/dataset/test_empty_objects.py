@@ -21,8 +21,7 @@ from sources import assert_same
 import zloader as zl
 from zloader.access.listed_store import is_metadata
 from zloader.access.location import Location
-from zloader.caching.kept import save_object
-from zloader.common.errors import CacheError, MissingObjectError, TruncatedObjectError, ZloaderError
+from zloader.common.errors import MissingObjectError, TruncatedObjectError, ZloaderError
 
 N_ROWS, N_GENES = 45, 8
 SMALL = zl.ConvertOptions(chunk_rows=1, shard_size=256)  # two objects per obs column
@@ -260,18 +259,6 @@ def test_nothing_of_it_comes_into_a_mirror(store, tmp_path, key):
         refused(lambda: minibatches(zl.open_dataset(store, cache=tmp_path / "cache")), key, size)
         with pytest.raises(ZloaderError, match=f"{key} has 0 bytes|not in the mirror"):
             minibatches(zl.open_dataset(store, cache=tmp_path / "cache", offline=True))
-
-
-def test_what_a_mirror_holds_from_before_is_checked(store, tmp_path):
-    wanted = zl.open_dataset(store).obs()
-    for _ in range(2):
-        opened = zl.open_dataset(store, cache=tmp_path / "cache")
-        for key in ("zarr.json", "obs/whole/c/0", "obs/text/c/0"):
-            save_object(opened.store.mirror_directory, key, b"")
-        with pytest.raises(CacheError, match=r"zarr\.json"):
-            zl.open_dataset(store, cache=tmp_path / "cache", offline=True)
-        assert_same(zl.open_dataset(store, cache=tmp_path / "cache").obs(), wanted)
-    assert_same(zl.open_dataset(store, cache=tmp_path / "cache", offline=True).obs(), wanted)
 
 
 def test_a_mirror_of_what_is_not_consolidated(written, tmp_path):

@@ -49,13 +49,9 @@ _KIND_BYTES, _CHECKSUM_BYTES = 60, 4
 # ---- objects and arrays
 
 
-def load_object(directory: MirrorDirectory, key: str, size: int | None = None) -> bytes | None:
-    """The bytes of an object saved by `save_object`, or None if it is not kept, damaged, or not of `size` bytes."""
-    path = cached_path(directory.path, key, "kept")
-    content = _content(path)
-    if content is not None and size not in (None, len(content)):
-        log.warning("cannot use %s (%d of %d bytes); reading it from the store", path, len(content), size)
-        return None
+def load_object(directory: MirrorDirectory, key: str) -> bytes | None:
+    """The bytes of an object saved by `save_object`, or None if it is not kept, or damaged."""
+    content = _content(cached_path(directory.path, key, "kept"))
     return None if content is None else content.tobytes()
 
 
@@ -201,7 +197,7 @@ class CachedMetadataStore(ListedStore):
         if key not in self.sizes:
             return await super().read(key, prototype, byte_range)
         size = self.sizes[key]
-        content = load_object(self._directory, key, size)
+        content = load_object(self._directory, key)
         if content is None and self._offline:
             raise CacheError(
                 f"{key} of {self._location.url} is not in the mirror {self._directory.path}: read it once online, or "

@@ -173,7 +173,7 @@ def verify(flags: CacheFlags) -> None:
     from zloader.common.progress import progress_bars
 
     place, entries = _mirrors(flags.directory)
-    in_all = sum(each.checked_bytes for each in map(inspect_mirror, entries))
+    in_all = sum(each.bytes_held + each.kept_bytes for each in map(inspect_mirror, entries))
     done = 0
     problems: dict[Path, list[str]] = {}
     with progress_bars(shown=True, unit="bytes") as bars:

@@ -196,7 +196,7 @@ class BlockFile(io.RawIOBase):
         """Pieces from the mirror, or else from the file. Neighbours are one read."""
         found, directory = dict[Piece, bytes](), self._directory
         for start, stop in pieces if directory is not None else ():
-            if directory and (content := load_object(directory, _key(start, stop), stop - start)) is not None:
+            if directory and (content := load_object(directory, _key(start, stop))) is not None:
                 found[start, stop] = content
         runs: list[list[Piece]] = []
         for piece in (piece for piece in pieces if piece not in found):
