@@ -16,7 +16,7 @@ from helpers import PATIENCE_S
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from zloader.commands.charts import Chart, drawing
+from benchmarks.compare.reporting.charts import Chart, drawing
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -89,8 +89,6 @@ addEventListener("load", () => {
     figures: [...document.querySelectorAll("figure")].map((figure) => {
       const svg = figure.querySelector("svg");
       return {
-        id: svg.getAttribute("aria-labelledby").split("-title")[0],
-        title: figure.querySelector("h3").textContent,
         box: box(svg),
         texts: [...svg.querySelectorAll("text")].map((text) => [text.textContent, box(text)]),
       };
@@ -118,12 +116,6 @@ def laid_out(page: Path, folder: Path, *, width: int, dark: bool) -> dict[str, A
     done = _run_chromium(folder, *flags, looked_at.as_uri())
     seen = json.loads(html.unescape(re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)[1]))
     return seen | {"console": [line for line in done.stderr.splitlines() if ":CONSOLE" in line]}
-
-
-def printed(page: Path, folder: Path) -> bytes:
-    """A page as PDF."""
-    _run_chromium(folder, f"--print-to-pdf={folder / 'page.pdf'}", page.as_uri())
-    return (folder / "page.pdf").read_bytes()
 
 
 def _run_chromium(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

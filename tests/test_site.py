@@ -18,7 +18,7 @@ from helpers import counts
 import zloader as zl
 from benchmarks.scale import figure
 from zloader.commands.cli import app
-from zloader.commands.report import unbroken
+from zloader.commands.output import unbroken
 from zloader.common import errors
 
 ROOT = Path(__file__).parent.parent

@@ -13,13 +13,14 @@ import numpy as np
 
 import zloader as zl
 from benchmarks.compare.inputs import Data
+from benchmarks.compare.limits import disk_bytes_per_s
 from benchmarks.harness.measuring import in_new_process
 from benchmarks.harness.sides import StoreElsewhere
 from zloader.access.scheme import access_errors
 from zloader.common.errors import FormatError
 from zloader.common.options import FetchOptions
 from zloader.insight.cost import EpochCosts, epoch_costs
-from zloader.insight.link import disk_bytes_per_s, link_bytes_per_s
+from zloader.insight.link import link_bytes_per_s
 from zloader.insight.summary import summarize
 
 BLOCK = 64  # cells that are read together
@@ -74,7 +75,7 @@ def opened(where: StoreElsewhere, seconds: float) -> Opened:
         data=Data(name=name_of(where.url), path=Path(where.url), label=labels[0], **figures),
         stored_bytes=sum(array.stored_bytes for array in matrix.arrays),
         mirror_bytes=matrix.decoded_bytes,
-        bytes_per_s=disk_bytes_per_s(dataset) if where.store else link_bytes_per_s(dataset, options=FetchOptions()),
+        bytes_per_s=disk_bytes_per_s(where.store) if where.store else link_bytes_per_s(dataset, options=FetchOptions()),
         rows_per_s=rows_per_s,
     )
 

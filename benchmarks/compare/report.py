@@ -24,13 +24,13 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.compare.reporting.charts import Chart, save_svg
 from benchmarks.compare.reporting.looks import slug
+from benchmarks.compare.reporting.page import Report, Table, unbroken
 from benchmarks.compare.reporting.records import RecordsError, read
 from benchmarks.compare.reporting.results import Results
 from benchmarks.compare.reporting.tables import at_a_glance, machine, sections, verdict
 from benchmarks.compare.reporting.words import CEILING, OURS, value_text
-from zloader.commands.charts import Chart, save_svg
-from zloader.commands.report import Report, Table, unbroken
 
 BEGIN, END = "<!-- benchmarks -->", "<!-- end of benchmarks -->"
 _WIDTH = 120

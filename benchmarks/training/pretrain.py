@@ -60,7 +60,7 @@ from benchmarks.training.pretraining.oracle import oracle_losses
 from benchmarks.training.pretraining.ranks import Ranks, joined, of_torchrun, spawned
 from benchmarks.training.pretraining.run import Training
 from benchmarks.training.pretraining.settings import Settings, Source
-from zloader.commands.report import require_drawable
+from zloader.commands.output import require_writable
 
 
 def store_name(atlas: programmes.Atlas) -> str:
@@ -236,7 +236,7 @@ def main() -> None:
     torchrun = of_torchrun()
     usable(parser, options, torchrun)
     try:
-        require_drawable(options.report)
+        require_writable(options.report)
         run(options, torchrun)
     except zl.ZloaderError as error:
         sys.exit(f"error: {error}")

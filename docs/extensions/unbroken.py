@@ -6,7 +6,7 @@ from typing import Any
 
 from docutils import nodes
 
-from zloader.commands.report import unbroken
+from zloader.commands.output import unbroken
 
 
 def setup(app: Any) -> dict[str, bool]:

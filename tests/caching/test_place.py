@@ -8,10 +8,10 @@ import pytest
 from helpers import counts, write_store
 
 import zloader as zl
+from zloader.commands.doctor import about_cache
 from zloader.common import file_systems
 from zloader.common.errors import OptionError
 from zloader.common.file_systems import has_stable_inodes, shared_file_system
-from zloader.insight.doctor import about_cache
 
 pytestmark = pytest.mark.any_version
 

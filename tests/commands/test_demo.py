@@ -24,10 +24,9 @@ from forked import CLI
 from helpers import PATIENCE_S, processes_that_name, write_store
 
 import zloader as zl
-from zloader.commands.demo import running_demo_server, write_access
-from zloader.commands.demo_report import DemoRun, EpochFigures
+from zloader.commands.demo import DemoRun, running_demo_server, write_access
 from zloader.commands.demo_run import Classifier, choose_label, run_demo
-from zloader.commands.report import unbroken
+from zloader.commands.output import unbroken
 from zloader.common.errors import MissingColumnError, OptionError
 
 pytestmark = pytest.mark.any_version
@@ -35,23 +34,6 @@ pytestmark = pytest.mark.any_version
 # Number and sum of the counts, and a hash of every count, label and name, taken from the source of the bundled cells.
 BUNDLED_VALUES = (4_015_200, 12_261_492)
 BUNDLED_DIGEST = "1f614964c37e8b0e3e6dddd5df73791c5ddc1bc1c45c414cdfde0526c58c37fd"
-
-
-class Quiet:
-    """A TerminalOutput that only records its calls."""
-
-    def __init__(self) -> None:
-        self.epochs: list[EpochFigures] = []
-        self.progressed: list[tuple[int, int, int]] = []
-
-    def step(self, text: str) -> None:
-        assert text
-
-    def progress(self, epoch: int, rows: int, of_rows: int) -> None:
-        self.progressed.append((epoch, rows, of_rows))
-
-    def epoch(self, figures: EpochFigures) -> None:
-        self.epochs.append(figures)
 
 
 def environment(tmp: Path) -> dict[str, str]:
@@ -92,27 +74,28 @@ def test_end_to_end(tmp_path):
     shown = json.loads(done.stdout)
     first, *later = shown["epochs"]
     assert len(later) == 2
-    assert first["cold"]
+    assert first["kind"] == "cold"
     assert first["gets"] > 0
     assert first["bytes_read"] > 5_000_000
-    assert [(epoch["cold"], epoch["gets"], epoch["bytes_read"]) for epoch in later] == [(False, 0, 0)] * 2
+    assert [(epoch["kind"], epoch["gets"], epoch["bytes_read"]) for epoch in later] == [("warm", 0, 0)] * 2
     assert all(epoch["rows"] == shown["train_rows"] == 1714 for epoch in shown["epochs"])
-    assert all(epoch["held_out_rows"] == 428 for epoch in shown["epochs"])
+    assert shown["held_out_rows"] == 428
     assert all(0 <= epoch["wait_share"] <= 1 and epoch["rows_per_s"] > 0 for epoch in shown["epochs"])
-    assert later[-1]["held_out_accuracy"] > 0.93
+    assert later[-1]["accuracy"] > 0.93
     assert later[-1]["loss"] < first["loss"] / 10
-    assert "Epochs 2 to 3 made 0 GETs" in shown["seen"]
     cold, warm = shown["loading"]
-    assert [(each["cold"], each["rows"]) for each in (cold, warm)] == [(True, 1714), (False, 1714)]
+    assert [(each["kind"], each["rows"]) for each in (cold, warm)] == [("cold", 1714), ("warm", 1714)]
     assert (cold["gets"], cold["bytes_read"]) == (first["gets"], first["bytes_read"])
     assert all(each["rows_per_s"] == pytest.approx(each["rows"] / each["seconds"]) for each in (cold, warm))
-    assert f"{warm['rows_per_s']:,.0f} cells/s from the mirror" in shown["verdict"]
-    assert shown["verdict"] in done.stderr
+    assert f"{warm['rows_per_s']:,.0f} from the mirror" in shown["sentence"]
+    assert shown["sentence"] in done.stderr, "with --json, text goes to stderr"
     assert shown["report"] == str(page)
-    assert "Epochs 2 to 3 made 0 GETs" in done.stderr, "with --json, text goes to stderr"
     text = page.read_text()
     assert "Baron et al. 2016" in text
-    assert unbroken(shown["verdict"]) in text
+    assert unbroken(shown["sentence"]) in text
+    for word in ("epoch 1", "loading alone", "held-out accuracy", "warm, mirror"):
+        assert word in done.stderr
+        assert word in text
     assert not re.search(r"zloader-demo-|/tmp|127\.0\.0\.1|secret", text)
     assert list((tmp_path / "tmp").iterdir()) == []
     assert processes_that_name(tmp_path / "tmp") == []
@@ -154,36 +137,34 @@ def run(tmp_path, seaweed, monkeypatch):
     """Runs the demo on an AnnData in this process, against the session's server."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
 
-    def started(adata: ad.AnnData, **options) -> tuple[DemoRun, Quiet]:
+    def started(adata: ad.AnnData, **options) -> DemoRun:
         name = f"own-{uuid.uuid4().hex}"
         adata.write_h5ad(tmp_path / f"{name}.h5ad")
-        output = Quiet()
-        return run_demo(tmp_path, seaweed, output, file=tmp_path / f"{name}.h5ad", **options), output
+        return run_demo(tmp_path, seaweed, lambda text: None, file=tmp_path / f"{name}.h5ad", **options)
 
     return started
 
 
 @pytest.mark.slow
 def test_a_file_of_ones_own(run):
-    done, output = run(cells(500), epochs=2)
+    done = run(cells(500), epochs=2)
     assert re.fullmatch(r"own-\w+\.h5ad", done.source)
     assert (done.bundled, done.label, done.categories) == (False, "kind", 3)
     assert (done.train_rows, done.held_out_rows, done.unlabelled) == (360, 90, 50)
     assert done.conversion.dtypes_changed["X/data"] == "float32 -> uint8"
-    assert output.epochs == done.epochs
-    assert [(each.cold, each.rows) for each in done.loading] == [(True, 360), (False, 360)]
-    assert [epoch.cold for epoch in done.epochs] == [True, False]
-    assert done.epochs[-1].held_out_accuracy > 0.9 > done.guess_accuracy
-    assert output.progressed[-1] == (2, 360, 360)
-    assert sum(step.rows for step in done.steps) == 720
-    assert 0 < done.opening_bytes < done.conversion.bytes_out
+    assert [(each.kind, each.rows) for each in done.loading] == [("cold", 360), ("warm", 360)]
+    assert [epoch.kind for epoch in done.epochs] == ["cold", "warm"]
+    assert done.epochs[-1].accuracy > 0.9 > done.guess_accuracy
+    assert [(each.epoch, each.rows[-1]) for each in done.timelines] == [(1, 360), (2, 360)]
+    assert "50 cells without one were left out" in done.page().facts["label"]
+    assert "Baron" not in done.page().html()
 
 
 @pytest.mark.slow
 def test_a_label_of_ones_own_dense_values_below_zero_and_the_seed(run):
     adata = cells(200)
     adata.X = np.random.default_rng(0).normal(size=adata.shape).astype(np.float32)
-    runs = [run(adata, label="batch", epochs=1, seed=seed)[0] for seed in (5, 5, 6)]
+    runs = [run(adata, label="batch", epochs=1, seed=seed) for seed in (5, 5, 6)]
     assert runs[0].label == "batch"
     assert np.isfinite(runs[0].epochs[0].loss)
     assert runs[0].epochs[0].loss == runs[1].epochs[0].loss != runs[2].epochs[0].loss

@@ -20,7 +20,7 @@ logging.basicConfig()
 from numba.core import caching
 caching.CacheImpl._locator_classes = []  # as if no directory could be written
 from zloader.common.compiled import count_bits
-from zloader.insight.doctor import about_compiled
+from zloader.commands.doctor import about_compiled
 import numpy as np
 print(count_bits(np.uint64(7)), next(iter(about_compiled())).value)
 """

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console, Group
 from rich.styled import Styled
 
-from zloader.commands import terminal
+from zloader.commands import output
 from zloader.commands.command import KEYS, EndedError, app, takes_flags
 from zloader.commands.flags import Access, Json, Matrices, Url, names_in
 from zloader.common.errors import CacheError, OptionError
@@ -115,7 +115,7 @@ def _show_warmed(settings: dict[str, Any], warmed: Warmed, *, as_json: bool) -> 
         f"{size(warmed.bytes_held)} ({warmed.share:.0%}); {warmed.gets:,} GETs read {size(warmed.bytes_read)} in "
         f"{warmed.elapsed_s:.1f} s, {size(rate)}/s"
     )
-    terminal.print_result(document, lambda console: console.print(text), as_json=as_json)
+    output.print_result(document, lambda console: console.print(text), as_json=as_json)
 
 
 # ---- cache
@@ -158,7 +158,7 @@ def ls(flags: CacheFlags) -> None:
     on_disk = sum(entry.allocated_bytes for entry, _ in found)
     mirrors = [_document(entry, inspection) for entry, inspection in found]
     document = {"cache": place, "allocated_bytes": on_disk, "mirrors": mirrors}
-    terminal.print_result(document, functools.partial(_show_mirrors, found=found), as_json=flags.as_json)
+    output.print_result(document, functools.partial(_show_mirrors, found=found), as_json=flags.as_json)
 
 
 @_cache.command()
@@ -198,7 +198,7 @@ def verify(flags: CacheFlags) -> None:
         advice = "; damaged data will be read from the store again" if n_problems else ""
         console.print(f"mirrors: {len(entries)}, compared: {size(done)}, problems: {n_problems}{advice}")
 
-    terminal.print_result(document, show_problems, as_json=flags.as_json)
+    output.print_result(document, show_problems, as_json=flags.as_json)
     if not ok:
         raise typer.Exit(1)
 
@@ -271,21 +271,21 @@ def clear(flags: ClearFlags) -> None:
     except OSError as error:
         raise CacheError(f"cannot delete: {error}. Run this command as the user who made the cache") from error
     document = dataclasses.asdict(cleared) | {"freed_bytes": cleared.freed_bytes}
-    terminal.print_result(document, cleared.show, as_json=flags.as_json)
+    output.print_result(document, cleared.show, as_json=flags.as_json)
 
 
 def _ask(entries: Sequence[MirrorEntry]) -> None:
     if not sys.stdin.isatty():
         raise OptionError(f"mirrors to delete: {len(entries)}. Add --yes, because there is no terminal to confirm on")
     for entry in entries:
-        terminal.console(stderr=True).print(f"{entry.url}: {size(entry.allocated_bytes)} in {entry.directory}")
+        output.console(stderr=True).print(f"{entry.url}: {size(entry.allocated_bytes)} in {entry.directory}")
     on_disk = size(sum(entry.allocated_bytes for entry in entries))
     typer.confirm(f"Delete these mirrors ({on_disk})?", abort=True, err=True)
 
 
 def _show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInspection]]) -> None:
     """The mirrors of a cache with their sizes, their panels of genes, and the totals."""
-    table = terminal.new_table("mirror", ">cached", ">share", ">on disk", "last used", "")
+    table = output.new_table("mirror", ">cached", ">share", ">on disk", "last used", "")
     table.columns[0].overflow = "fold"
     for entry, inspection in found:
         lines = [entry.directory.name, *_panels(inspection)]

@@ -22,7 +22,7 @@ from zloader.commands import cache as cli_cache
 from zloader.commands import convert as cli_convert
 from zloader.commands import demo as cli_demo
 from zloader.commands import doctor as cli_doctor
-from zloader.commands import terminal
+from zloader.commands import output
 from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, Json, LoaderSizes, Matrices, Url, x_of
 from zloader.common.errors import FormatError, OptionError
@@ -119,7 +119,7 @@ def info(flags: InfoFlags) -> None:
         order_of_rows = f"{blocks}, a control for each row" if flags.controls else blocks
         _show_costs(console, costs, ", ".join(flags.x or ["X"]), sizes, order_of_rows)
 
-    terminal.print_result(dataclasses.asdict(summary) | {"epoch": epoch}, show, as_json=flags.as_json)
+    output.print_result(dataclasses.asdict(summary) | {"epoch": epoch}, show, as_json=flags.as_json)
     if costs is None and wanted != "X":  # the user named this matrix
         raise typer.Exit(1)
 
@@ -143,7 +143,7 @@ def _costs(dataset: Dataset, x: str | list[str], sizes: dict[str, int], order: d
 
 
 def _show_store(console: Console, summary: StoreSummary) -> None:
-    facts = terminal.new_table("", "")
+    facts = output.new_table("", "")
     facts.show_header, facts.columns[0].style = False, "bold"
     for name, fact in (
         ("store", summary.url),
@@ -155,7 +155,7 @@ def _show_store(console: Console, summary: StoreSummary) -> None:
         if fact:
             facts.add_row(name, fact)
     console.print(facts)
-    obs = terminal.new_table("obs column", "kind", ">categories")
+    obs = output.new_table("obs column", "kind", ">categories")
     for column in summary.obs:
         obs.add_row(column.name, column.kind, "" if column.categories is None else f"{column.categories:,}")
     if summary.obs:
@@ -175,7 +175,7 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
     if matrix.problem:
         console.print(matrix.problem)
         return
-    table = terminal.new_table(
+    table = output.new_table(
         "array", "dtype", ">values per chunk", ">chunks per shard", ">shards", ">stored", ">decoded", "codecs"
     )
     for array in matrix.arrays:
@@ -218,7 +218,7 @@ def _show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, in
         f"Epoch over {x}: minibatches of {sizes['batch_size']:,} rows, fetches of {fetch_rows:,}, {order}",
         style="bold",
     )
-    table = terminal.new_table("", ">GETs", ">bytes")
+    table = output.new_table("", ">GETs", ">bytes")
     first, every = costs.first_mirrored, costs.unmirrored
     about = "" if every.exact else "about "
     table.add_row("without a mirror, every epoch", f"{about}{every.gets:,}", f"{about}{size(every.bytes_read)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from zloader.commands import terminal
+from zloader.commands import output
 from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, GenesBy, Json, Url, genes_by_of, names_in
 from zloader.common.messages import size
@@ -177,7 +177,7 @@ def convert(flags: ConvertFlags) -> None:
         options=flags.options,
     )
     show = functools.partial(_show_conversion, done=done)
-    terminal.print_result(dataclasses.asdict(done), show, as_json=flags.as_json)
+    output.print_result(dataclasses.asdict(done), show, as_json=flags.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ def verify(flags: VerifyFlags) -> None:
         memory=flags.memory,
     )
     show = functools.partial(_show_verification, verified=verified)
-    terminal.print_result(dataclasses.asdict(verified) | {"ok": verified.ok}, show, as_json=flags.as_json)
+    output.print_result(dataclasses.asdict(verified) | {"ok": verified.ok}, show, as_json=flags.as_json)
     if not verified.ok:
         raise typer.Exit(1)
 

@@ -10,19 +10,19 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import torch
 from torch.nn import functional
 
-from zloader.commands.demo_report import DemoRun, EpochFigures, LoadingFigures, Step
-from zloader.commands.report import machine
+from zloader.commands.demo import DemoPass, DemoRun
+from zloader.commands.output import Timeline
 from zloader.common.errors import MissingColumnError, OptionError
+from zloader.common.progress import progress_bars
 from zloader.common.records import Rows
 from zloader.conversion.convert import convert
 from zloader.conversion.example import NAME as EXAMPLE
@@ -32,7 +32,6 @@ from zloader.dataset.open_dataset import open_dataset
 from zloader.order.permutation import key_of, shuffled
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
 from zloader.testing.seaweed import SeaweedFS
-from zloader.training.epoch import Statistics
 from zloader.training.loader import Loader, Minibatch
 from zloader.transforms.normalizing import LogNormalize
 from zloader.transforms.of_values import Clip
@@ -48,7 +47,7 @@ _LOADED_ROWS = 16_384  # at most, in each pass that only loads; takes a second o
 def run_demo(
     directory: Path,
     s3: SeaweedFS,
-    output: Any,
+    say: Callable[[str], None],
     *,
     file: Path | None = None,
     label: str | None = None,
@@ -57,34 +56,32 @@ def run_demo(
 ) -> DemoRun:
     """Converts, trains and evaluates. Raises MissingColumnError or OptionError for an unsuitable label.
 
-    `directory` is for all files, and `output` a TerminalOutput. Without a `file`, the cells are the bundled ones;
-    without a `label`, it is chosen.
+    `directory` is for all files, and `say` prints a line. Without a `file`, the cells are the bundled ones; without a
+    `label`, it is chosen.
     """
     source = file or example_h5ad(directory / EXAMPLE)
     require_label(source, label)
-    name = source.stem
-    url = s3.url(f"{name}.zarr")
-    output.step(f"converting {source.name} to {url}")
+    url = s3.url(f"{source.stem}.zarr")
+    say(f"converting {source.name} to {url}")
     access = s3.storage_options
     conversion = convert(source, url, storage_options=access, progress=True)
     dataset = open_dataset(url, cache=directory / "cache", storage_options=access)
     label = choose_label(dataset, label)
     task = _Task.of(dataset, label, seed)
-    output.step(
+    say(
         f"learning {label} ({task.n_categories} categories) from {len(task.train):,} cells, "
         f"{len(task.held_out):,} held out"
     )
-    steps: list[Step] = []
-    done = []
+    timelines: list[Timeline] = []
     with _one_torch_thread():
         _warm_up(open_dataset(url, storage_options=access), task)
-        for figures in _epochs(dataset, task, epochs, seed, output, steps):
-            done.append(figures)
-            output.epoch(figures)
+        done = []
+        for each in _epochs(dataset, task, epochs, seed, timelines):
+            say(f"{each.name}, {each.kind}: {each.rows_per_s:,.0f} cells/s, {each.gets:,} GETs, loss {each.loss:.3f}")
+            done.append(each)
         # After Ctrl-C a thread may still write to this mirror. The server's directory is removed at the end anyway.
         with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as cache:
             loading = _loading(open_dataset(url, cache=cache, storage_options=access), task, seed)
-    opened, sizes = ("X/indptr/", f"obs/{label}/"), dataset.store.object_sizes().items()
     return DemoRun(
         source=source.name,
         bundled=file is None,
@@ -96,14 +93,9 @@ def run_demo(
         held_out_rows=len(task.held_out),
         unlabelled=dataset.n_obs - len(task.train) - len(task.held_out),
         guess_accuracy=task.guess_accuracy,
-        block_size=task.block_size,
-        batch_size=BATCH_SIZE,
-        fetch_rows=BATCH_SIZE * task.fetch_factor,
-        opening_bytes=sum(n for key, n in sizes if key == "zarr.json" or key.startswith(opened)),
         epochs=done,
         loading=loading,
-        machine=machine(),
-        steps=steps,
+        timelines=timelines,
     )
 
 
@@ -205,25 +197,37 @@ class Classifier(torch.nn.Module):
         return summed + self.bias
 
 
-def _epochs(
-    dataset: Dataset, task: _Task, epochs: int, seed: int, output: Any, steps: list[Step]
-) -> Iterator[EpochFigures]:
-    """Trains and evaluates each epoch, and appends every training step to `steps`."""
+def _epochs(dataset: Dataset, task: _Task, epochs: int, seed: int, timelines: list[Timeline]) -> Iterator[DemoPass]:
+    """Trains and evaluates each epoch, and appends its timeline."""
     train = task.loader(dataset, BlockShuffling(block_size=task.block_size, indices=task.train), seed)
     held_out = task.loader(dataset, Streaming(indices=task.held_out))
     model, optimizer = _model(task)
     began = time.perf_counter()
     for epoch in range(1, epochs + 1):
-        started_s, done = time.perf_counter() - began, 0
-        first = len(steps)
-        for minibatch in train:
-            loss = _train_step(model, optimizer, minibatch, task.label)
-            steps.append(Step(epoch=epoch, done_s=time.perf_counter() - began, rows=len(minibatch), loss=loss))
-            done += len(minibatch)
-            output.progress(epoch, done, len(task.train))
-        trained = train.statistics()
-        accuracy = _accuracy(model, held_out, task.label)
-        yield _figures(started_s, steps[first:], trained, held_out.statistics(), accuracy)
+        rows, losses, epoch_s = 0, 0.0, time.perf_counter()
+        timeline = Timeline(epoch=epoch, kind="")
+        timeline.add(epoch_s - began, 0, 0.0)
+        with progress_bars(shown=True, unit="cells") as bars:
+            advance = bars.add(f"epoch {epoch}", len(task.train))
+            for minibatch in train:
+                losses += len(minibatch) * _train_step(model, optimizer, minibatch, task.label)
+                rows += len(minibatch)
+                timeline.add(time.perf_counter() - began, rows, train.statistics().wait_s)
+                advance(len(minibatch))
+        trained, seconds = train.statistics(), time.perf_counter() - epoch_s
+        done = DemoPass(
+            name=f"epoch {epoch}",
+            rows=rows,
+            seconds=seconds,
+            gets=trained.gets,
+            bytes_read=trained.bytes_read,
+            wait_share=trained.wait_s / seconds,
+            loss=losses / rows,
+            accuracy=_accuracy(model, held_out, task.label),
+        )
+        timeline.kind = done.kind
+        timelines.append(timeline)
+        yield done
 
 
 def _train_step(model: Classifier, optimizer: torch.optim.Optimizer, minibatch: Minibatch, label: str) -> float:
@@ -243,7 +247,7 @@ def _accuracy(model: Classifier, loader: Loader, label: str) -> float:
     return right / rows
 
 
-def _loading(dataset: Dataset, task: _Task, seed: int) -> list[LoadingFigures]:
+def _loading(dataset: Dataset, task: _Task, seed: int) -> list[DemoPass]:
     """Loads the training cells, or the first of them, twice without training: into an empty mirror, then from it."""
     sampling = BlockShuffling(block_size=task.block_size, indices=task.train[:_LOADED_ROWS])
     loader = task.loader(dataset, sampling, seed)
@@ -253,37 +257,16 @@ def _loading(dataset: Dataset, task: _Task, seed: int) -> list[LoadingFigures]:
             pass
         loaded = loader.statistics()
         passes.append(
-            LoadingFigures(
+            DemoPass(
+                name="loading alone",
                 rows=loaded.rows,
                 seconds=loaded.elapsed_s,
-                rows_per_s=loaded.rows_per_s,
                 gets=loaded.gets,
                 bytes_read=loaded.bytes_read,
+                wait_share=loaded.wait_share,
             )
         )
     return passes
-
-
-def _figures(
-    started_s: float, steps: list[Step], trained: Statistics, held_out: Statistics, accuracy: float
-) -> EpochFigures:
-    seconds = steps[-1].done_s - started_s
-    return EpochFigures(
-        epoch=steps[0].epoch,
-        started_s=started_s,
-        seconds=seconds,
-        rows=trained.rows,
-        minibatches=trained.minibatches,
-        rows_per_s=trained.rows / seconds,
-        gets=trained.gets,
-        bytes_read=trained.bytes_read,
-        wait_share=trained.wait_s / seconds,
-        loss=float(np.average([step.loss for step in steps], weights=[step.rows for step in steps])),
-        held_out_rows=held_out.rows,
-        held_out_gets=held_out.gets,
-        held_out_bytes_read=held_out.bytes_read,
-        held_out_accuracy=accuracy,
-    )
 
 
 # ---- the obs column to predict

@@ -58,18 +58,6 @@ def prefetch(file: int, starts: Rows, stops: Rows) -> None:
         _prefetch(file, starts, stops)
 
 
-def drop(file: int, start: int, n_bytes: int) -> bool:
-    """Drops some bytes of a file from the page cache. Whether a sample of them is really not in memory any more.
-
-    They stay, for example, on a file system in memory, or if they have just been written, or are mapped.
-    """
-    if not _TELLS:
-        return False
-    os.posix_fadvise(file, start, n_bytes, os.POSIX_FADV_DONTNEED)
-    samples = np.linspace(start, start + n_bytes - 1, _SAMPLES).astype(np.int64)
-    return not any(_in_memory(file, offset) for offset in samples.tolist())
-
-
 def _in_memory(file: int, offset: int) -> bool:
     try:
         os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT)

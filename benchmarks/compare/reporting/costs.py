@@ -6,10 +6,10 @@ egress, at the prices of the run. A machine that waits is not counted, nor are d
 
 from __future__ import annotations
 
+from benchmarks.compare.reporting.page import Section, Table
 from benchmarks.compare.reporting.records import Key, Measurement
 from benchmarks.compare.reporting.results import Results
 from benchmarks.compare.reporting.words import Figure, number, scenario
-from zloader.commands.report import Section, Table
 
 CORE_HOUR = 0.05  # dollars: about the list price of a vCPU of a general machine on demand, at the large clouds
 _EPOCH_CELLS = 100_000_000  # as in Tahoe-100M

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.compare.reporting import mixing
+from benchmarks.compare.reporting.charts import LIGHT, Chart
 from benchmarks.compare.reporting.looks import FARTHEST, OVER, Look, draw_limits, looks, plain_ticks, slug
 from benchmarks.compare.reporting.records import Key, Limit
 from benchmarks.compare.reporting.results import Results
@@ -21,7 +22,6 @@ from benchmarks.compare.reporting.words import (
     scenario,
     value_text,
 )
-from zloader.commands.charts import LIGHT, Chart
 
 _WIDE_INCHES = 10.4
 _LOG_RATIO = 8  # values that differ by more are drawn on a logarithmic axis

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.compare.reporting.charts import LIGHT
 from benchmarks.compare.reporting.records import Limit
 from benchmarks.compare.reporting.words import LIMITS, Figure, is_ours, number
-from zloader.commands.charts import LIGHT
 
 _FAMILIES = (
     ("zloader", "blue"), ("annbatch", "vermilion"), ("scdataset", "forest"), ("slaf", "rose"), ("annloader", "sky"),

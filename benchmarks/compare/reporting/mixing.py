@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.compare.reporting.charts import LIGHT, Chart
 from benchmarks.compare.reporting.looks import Look, looks, plain_ticks, slug
 from benchmarks.compare.reporting.records import Key
 from benchmarks.compare.reporting.results import Results
 from benchmarks.compare.reporting.words import CELLS, ENTROPY, number
-from zloader.commands.charts import LIGHT, Chart
 
 _FAINTEST, _STRONGEST = 0.06, 0.5  # opacity of a heat map, light enough for text in both themes
 _INCHES = (5.2, 3.6)

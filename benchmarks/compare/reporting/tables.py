@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.compare.reporting import costs, elsewhere, figures
+from benchmarks.compare.reporting.page import Section, Table
 from benchmarks.compare.reporting.records import Key, Records, Run
 from benchmarks.compare.reporting.results import Entry, Headline, Results, is_rival
 from benchmarks.compare.reporting.turns import Spread
@@ -29,7 +30,6 @@ from benchmarks.compare.reporting.words import (
     scenario,
     value_text,
 )
-from zloader.commands.report import Section, Table
 from zloader.common.messages import size
 
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failed|Rows)\b")

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.compare.reporting.charts import COLD, LIGHT, WARM, Chart
+from benchmarks.compare.reporting.page import Report, Section, Table, try_next
 from benchmarks.harness.measuring import Figures
-from zloader.commands.charts import COLD, LIGHT, WARM, Chart
-from zloader.commands.report import Report, Section, Table, try_next
 
 _POINTS = 300  # of the loss curve
 _BASELINE = "mean of each gene"

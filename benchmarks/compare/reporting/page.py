@@ -1,4 +1,4 @@
-"""Reports as HTML: sections of text, charts and tables, which the templates report.html and report.css lay out.
+"""Reports as HTML: sections of text, charts and tables, which the templates page.html and page.css lay out.
 
 A report is one file without scripts or external resources. The templates escape all text that they are given. jinja2
 is imported only when a report is made.
@@ -6,24 +6,17 @@ is imported only when a report is made.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zloader.commands.charts import DARK, LIGHT, Chart, inline_svg
-from zloader.common.errors import OptionError, ZloaderError
-from zloader.common.machine import available_cores
+from benchmarks.compare.reporting.charts import DARK, LIGHT, Chart, inline_svg
+from zloader.commands.output import unbroken
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-_UNITS = "[kMGT]?B(?:/s)?|bits?|bytes|cells/s|rows/s|ms|min|s|h|%|×"
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ class Report:
 
     def html(self) -> str:
         """The report as a page."""
-        return _environment().get_template("report.html").render(report=self, themes={"light": LIGHT, "dark": DARK})
+        return _environment().get_template("page.html").render(report=self, themes={"light": LIGHT, "dark": DARK})
 
     def write(self, path: Path) -> None:
         """Writes the page. An existing file is replaced at once, so that it is never half a page."""
@@ -103,11 +96,11 @@ class Report:
 
 
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     made = Environment(
-        loader=PackageLoader("zloader", "data"),
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -116,32 +109,3 @@ def _environment() -> Environment:
     made.filters["unbroken"] = unbroken
     made.filters["svg"] = lambda chart: Markup(inline_svg(chart))
     return made
-
-
-def unbroken(text: str) -> str:
-    """The text with no-break spaces between the thousands of numbers, and between numbers and units.
-
-    >>> unbroken("21 600 cells/s in 3 s").split(" ")
-    ['21\\xa0600\\xa0cells/s', 'in', '3\\xa0s']
-    """
-    return re.sub(rf"(?<=\d) (?=\d{{3}}(?!\d)|(?:{_UNITS})(?!\w))", "\N{NO-BREAK SPACE}", text)
-
-
-def require_drawable(*paths: Path | None) -> None:
-    """Raises an error if nothing can be drawn, or a file not be written, to be called before a long measurement."""
-    given = [path for path in paths if path is not None]
-    if given and importlib.util.find_spec("matplotlib") is None:
-        raise ZloaderError('drawing needs matplotlib: pip install "zloader[demo]"')
-    for path in given:
-        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
-            raise OptionError(f"cannot write {path}: give the path of a file in an existing directory")
-
-
-def machine() -> dict[str, str]:
-    """Cores, system and versions that the figures depend on; nothing that identifies the machine."""
-    return {
-        "cores": str(available_cores()),
-        "system": f"{platform.system()} {platform.machine()}",
-        "Python": platform.python_version(),
-        **{name: version(name) for name in ("zloader", "torch", "tensorstore", "zarr", "anndata", "numpy")},
-    }
