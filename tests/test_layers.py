@@ -49,6 +49,7 @@ MAY_IMPORT = {
         "zloader.training.tensors",
         "zloader.ray.streams",
         "zloader.commands.demo_run",
+        "zloader.commands.doctor",
         "zloader.integrations.lightning",
         "zloader.integrations.scvi",
     },

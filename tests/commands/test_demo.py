@@ -24,8 +24,8 @@ from forked import CLI
 from helpers import PATIENCE_S, processes_that_name, write_store
 
 import zloader as zl
-from zloader.commands.demo import DemoRun, running_demo_server, write_access
-from zloader.commands.demo_run import Classifier, choose_label, run_demo
+from zloader.commands.demo import running_demo_server, write_access
+from zloader.commands.demo_run import Classifier, DemoRun, choose_label, run_demo
 from zloader.commands.output import unbroken
 from zloader.common.errors import MissingColumnError, OptionError
 

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,21 +22,14 @@ import typer
 from zloader.commands import output
 from zloader.commands.command import ENDING_SIGNALS, EndedError, app, takes_flags
 from zloader.commands.flags import Json
-from zloader.commands.output import Page, Table, Timeline
-from zloader.common.messages import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zloader.conversion.convert import ConversionReport
+    from zloader.commands.demo_run import DemoRun
     from zloader.testing.seaweed import SeaweedFS
 
 _LOOK_S = 0.2  # how often the server that is kept running looks for a signal
-_WAITING = 0.5  # share of the time from which the loader, and not the model, sets the pace
-ATTRIBUTION = (
-    "2,142 human pancreatic islet cells from Baron et al. 2016, Cell Systems 3, 346-360 (GEO GSE84133), as shipped in "
-    "the PyPI package came 0.1.13 (MIT licence)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,114 +55,6 @@ class DemoFlags:
         bool, typer.Option("--keep", help="Keep the server running until Ctrl-C, and keep its files after that.")
     ] = False
     as_json: Json = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoPass:
-    """A pass over the training cells: an epoch of training with its `loss` and `accuracy`, or loading alone.
-
-    `loss` is the mean over the cells, in nats; `accuracy` that of the held-out cells afterwards. Both are None for
-    loading alone. `wait_share` is the share of the time that the loop waited for minibatches.
-    """
-
-    name: str
-    rows: int
-    seconds: float
-    gets: int
-    bytes_read: int
-    wait_share: float
-    loss: float | None = None
-    accuracy: float | None = None
-
-    @property
-    def kind(self) -> str:
-        """`cold` if anything was read from S3, else `warm`."""
-        return "cold" if self.gets else "warm"
-
-    @property
-    def rows_per_s(self) -> float:
-        """Cells per second."""
-        return self.rows / self.seconds
-
-    @property
-    def cells(self) -> list[str]:
-        """The line of the table."""
-        return [
-            self.name,
-            f"{self.kind}, {'S3' if self.gets else 'mirror'}",
-            f"{self.rows_per_s:,.0f}",
-            f"{self.gets:,}",
-            size(self.bytes_read),
-            f"{self.wait_share:.0%}",
-            "" if self.loss is None else f"{self.loss:.3f}",
-            "" if self.accuracy is None else f"{self.accuracy:.1%}",
-        ]
-
-
-HEADER = ("pass", "source", "cells/s", "GETs", "read from S3", "waiting", "loss", "held-out accuracy")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoRun:
-    """The results of a demo run.
-
-    `source` is the file's name without its directory. `unlabelled` rows were left out. `guess_accuracy` is the held-out
-    accuracy of always predicting the majority class. `loading` are a cold and a warm pass without training, through
-    another mirror. In a large file they load the first cells only.
-    """
-
-    source: str
-    bundled: bool
-    label: str
-    categories: int
-    seed: int
-    conversion: ConversionReport
-    train_rows: int
-    held_out_rows: int
-    unlabelled: int
-    guess_accuracy: float
-    epochs: list[DemoPass]
-    loading: list[DemoPass]
-    timelines: list[Timeline] = field(repr=False)
-
-    @property
-    def sentence(self) -> str:
-        """How well the model does, how fast the cells come, and which of the two sets the pace."""
-        last, (cold, warm) = self.epochs[-1], self.loading
-        mirror = f" and {warm.rows_per_s:,.0f} from the mirror" if warm.kind == "warm" else ""
-        pace = "the model sets the pace" if last.wait_share < _WAITING else "loading sets the pace"
-        return (
-            f"The model predicts {self.label} correctly for {last.accuracy:.1%} of the held-out cells (always guessing "
-            f"the commonest: {self.guess_accuracy:.1%}). Cells load at {cold.rows_per_s:,.0f}/s from S3{mirror}; in "
-            f"{last.name}, training waited for them {last.wait_share:.0%} of the time, so {pace}."
-        )
-
-    @property
-    def table(self) -> Table:
-        """The passes."""
-        return Table(HEADER, [each.cells for each in (*self.epochs, *self.loading)])
-
-    def page(self) -> Page:
-        """The same on a page, which names no directory and no secret."""
-        done = self.conversion
-        facts = {
-            "cells": ATTRIBUTION if self.bundled else self.source,
-            "store": f"{done.rows:,} × {done.genes:,}; {size(done.bytes_in)} of h5ad, {size(done.bytes_out)} of Zarr",
-            "label": f"{self.label}, {self.categories} categories"
-            + (f"; {self.unlabelled:,} cells without one were left out" if self.unlabelled else ""),
-            "cells to train on": f"{self.train_rows:,}, and {self.held_out_rows:,} held out; seed {self.seed}",
-            "model": "one linear layer over log1p(counts per 10,000), Adam",
-            "server": "SeaweedFS on the same machine, reached over loopback",
-            **output.machine(),
-        }
-        return Page(
-            title=f"zloader demo: {self.source}",
-            sentences=[self.sentence],
-            tables={"Passes over the cells": self.table},
-            timelines=self.timelines,
-            unit="cells",
-            facts=facts,
-        )
 
 
 @app.command()
