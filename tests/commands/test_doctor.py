@@ -109,13 +109,8 @@ def test_caches_that_cannot_be_used(tmp_path: Path) -> None:
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
     assert "chmod go-w" in doctor("--cache", open_to_all, status=1)["cache: place"]["advice"]
-    (open_to_all / "other").touch()
-    (open_to_all / "zloader").mkdir(mode=0o700)
-    assert "chmod go-w" in doctor("--cache", open_to_all, status=1)["cache: place"]["advice"]
     open_to_all.chmod(0o700)
-    assert doctor("--cache", open_to_all)["cache: place"]["value"] == str(open_to_all / "zloader")
-    (open_to_all / "zloader").chmod(0o755)
-    assert "chmod 700" in doctor("--cache", open_to_all, status=1)["cache: place"]["advice"]
+    assert doctor("--cache", open_to_all)["cache: place"]["value"] == str(open_to_all)
     assert "writing" in str(doctor("--cache", "/proc/none", status=1))
 
 
