@@ -29,42 +29,42 @@ def dataset(tmp_path_factory) -> zl.Dataset:
     return zl.open_dataset(folder / "cells.zarr")
 
 
-def rows_of(parts) -> dict[str, np.ndarray]:
+def rows_of(parts) -> list[np.ndarray]:
     """The rows of each part. No row is in two."""
-    rows = {name: view.row_numbers for name, view in parts.items()}
-    for one, other in combinations(rows.values(), 2):
+    rows = [view.row_numbers for view in parts]
+    for one, other in combinations(rows, 2):
         assert not {*one.tolist()} & {*other.tolist()}
     return rows
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_some_drugs_of_a_line_are_held_out_and_its_controls_are_divided(dataset, seed):
-    shares = {"train": 0.5, "val": 0.25, "test": 0.25}
+    shares = [0.5, 0.25, 0.25]
     held = dataset.where("line == 'C'")
     treated = held.where("drug != 'DMSO'").split(shares, by="drug", seed=seed)
     controls = held.where(DMSO).split(shares, seed=seed)
-    united = {name: [treated[name].row_numbers, controls[name].row_numbers] for name in shares}
-    united["train"].append(np.setdiff1d(np.arange(900), held.row_numbers))
-    split = {name: dataset.where(np.concatenate(of_part)) for name, of_part in united.items()}
+    united = [[one.row_numbers, other.row_numbers] for one, other in zip(treated, controls, strict=True)]
+    united[0].append(np.setdiff1d(np.arange(900), held.row_numbers))
+    split = [dataset.where(np.concatenate(of_part)) for of_part in united]
     rows = rows_of(split)
-    assert sum(map(len, rows.values())) == 900
-    assert {*np.flatnonzero(LINE != "C").tolist()} <= {*rows["train"].tolist()}
-    drugs = {name: {*DRUG[of_part[LINE[of_part] == "C"]]} - {"DMSO"} for name, of_part in rows.items()}
-    assert sorted(drug for each in drugs.values() for drug in each) == ["w", "x", "y", "z"]
+    assert sum(map(len, rows)) == 900
+    assert {*np.flatnonzero(LINE != "C").tolist()} <= {*rows[0].tolist()}
+    drugs = [{*DRUG[of_part[LINE[of_part] == "C"]]} - {"DMSO"} for of_part in rows]
+    assert sorted(drug for each in drugs for drug in each) == ["w", "x", "y", "z"]
     n_controls = np.count_nonzero((LINE == "C") & (DRUG == "DMSO"))
-    for name, share in shares.items():
-        own = rows[name][LINE[rows[name]] == "C"]
+    for share, of_part, view in zip(shares, rows, split, strict=True):
+        own = of_part[LINE[of_part] == "C"]
         assert abs(np.count_nonzero(DRUG[own] == "DMSO") - share * n_controls) <= 1
         sampling = zl.CellSets(["line", "drug"], 4)
-        loader = zl.Loader(split[name], sampling=sampling, controls=zl.MatchedControls(DMSO, "line"), batch_size=4)
+        loader = zl.Loader(view, sampling=sampling, controls=zl.MatchedControls(DMSO, "line"), batch_size=4)
         seen = {row for minibatch in loader for row in minibatch.control.index.tolist()}
-        assert seen <= {*rows[name].tolist()}
+        assert seen <= {*of_part.tolist()}
 
 
 def test_groups_of_several_columns_stay_together(dataset):
-    rows = rows_of(dataset.split({"train": 0.7, "test": 0.3}, by=["line", "drug"]))
-    assert sum(map(len, rows.values())) == 900
-    groups = [{*zip(LINE[of_part], DRUG[of_part], strict=True)} for of_part in rows.values()]
+    rows = rows_of(dataset.split([0.7, 0.3], by=["line", "drug"]))
+    assert sum(map(len, rows)) == 900
+    groups = [{*zip(LINE[of_part], DRUG[of_part], strict=True)} for of_part in rows]
     assert {line for line, _ in groups[0] & groups[1]} <= {None, np.nan}  # rows without a line are one group
     with pytest.raises(OptionError, match="20 parts need as many labels, but 2 obs columns together"):
         dataset.split([0.05] * 20, by=["line", "drug"])
@@ -84,16 +84,14 @@ def test_strata_of_several_columns(dataset):
 
 def test_a_split_of_a_view(dataset):
     view = dataset.where("line in ['A', 'B']")
-    rows = rows_of(view.split({"train": 0.5, "test": 0.5}, by="line"))
-    assert sorted({*LINE[of_part]} for of_part in rows.values()) == [{"A"}, {"B"}]
+    rows = rows_of(view.split([0.5, 0.5], by="line"))
+    assert sorted({*LINE[of_part]} for of_part in rows) == [{"A"}, {"B"}]
 
 
 def test_the_windows_of_a_split_by_several_columns_do_not_show(dataset, monkeypatch):
     ways = [{"by": "drug"}, {"stratify": "drug"}, {}, {"by": ["drug", "line"]}]
-    whole = [rows_of(dataset.split({"train": 0.5, "test": 0.4}, **way, seed=2)) for way in ways]
+    whole = [rows_of(dataset.split([0.5, 0.4], **way, seed=2)) for way in ways]
     monkeypatch.setattr("zloader.common.records.WINDOW_ROWS", 512)
     for way, rows in zip(ways, whole, strict=True):
-        again = rows_of(dataset.split({"train": 0.5, "test": 0.4}, **way, seed=2))
-        assert {name: found.tolist() for name, found in again.items()} == {
-            name: found.tolist() for name, found in rows.items()
-        }
+        again = rows_of(dataset.split([0.5, 0.4], **way, seed=2))
+        assert [found.tolist() for found in again] == [found.tolist() for found in rows]

@@ -55,15 +55,6 @@ def test_obs_is_indexed_like_a_frame(dataset: zl.Dataset) -> None:
     assert "obs() reads it" in repr(dataset.obs)
 
 
-def test_the_head_has_the_first_rows_of_obs(dataset: zl.Dataset) -> None:
-    for rows, n in [(dataset, 5), (dataset, 0), (dataset[45:], 100), (dataset.where([7, 3]), 1)]:
-        pd.testing.assert_frame_equal(rows.head(n), rows.obs().head(n), check_index_type=n > 0)
-    assert len(dataset.head()) == 5
-    for n in (-1, 1.5, None):
-        with pytest.raises(OptionError, match="n must be a whole number of at least 0"):
-            dataset.head(n)
-
-
 def test_a_small_dataset_as_an_anndata(dataset: zl.Dataset) -> None:
     made = dataset.to_adata()
     assert (made.X != ADATA.X).nnz == 0
@@ -100,30 +91,6 @@ def test_rows_that_memory_cannot_hold_are_refused_before_they_are_read(
         with pytest.raises(OptionError, match=r"70 rows as an AnnData .* would take .* GB"):
             act()
     assert dataset.take([3, 1]).n_obs == 2
-
-
-def test_a_dataset_is_shown_as_html(urls: list[Path], tmp_path: Path) -> None:
-    adata = counts(10, 5)
-    adata.obs["<b>&"] = 1
-    write_store(adata, tmp_path / "a<i>.zarr", tmp_path)
-    odd = zl.open_dataset(tmp_path / "a<i>.zarr")
-    joined = zl.open_dataset(urls, join="outer")
-    for dataset in (odd, odd[2:4], joined, joined[:7]):
-        html = dataset._repr_html_()
-        assert repr(dataset).partition("\n")[0].replace("<", "&lt;").replace(">", "&gt;") in html
-        assert {*re.findall("<([a-z]+)", html)} == {"p", "table", "tr", "th", "td"}
-    assert "&lt;b&gt;&amp;" in odd._repr_html_()
-    assert "obsm</th>" in joined._repr_html_()
-
-
-@pytest.mark.slow
-def test_many_columns_are_cut_in_html(tmp_path: Path) -> None:
-    adata = counts(4, 3)
-    adata.obs = pd.DataFrame({f"column {number}": range(4) for number in range(100)}, index=adata.obs_names)
-    write_store(adata, tmp_path / "wide.zarr", tmp_path)
-    html = zl.open_dataset(tmp_path / "wide.zarr")._repr_html_()
-    assert "and 70 more" in html
-    assert len(html) < 2000
 
 
 def test_loaders_and_minibatches_are_shown_briefly(dataset: zl.Dataset) -> None:

@@ -6,17 +6,15 @@ stores of its dataset. It adds a set of rows, at one bit per row of the dataset,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from html import escape
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
-from zloader.common.messages import listed as named
 from zloader.common.messages import printable
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
@@ -25,7 +23,7 @@ from zloader.dataset.gene_statistics import StatisticsPass
 from zloader.dataset.matrices import Matrices, Panel
 from zloader.dataset.obs import Observations
 from zloader.dataset.opening import OpenedStores
-from zloader.dataset.splits import BLOCK_ROWS, Names, Shares, dealt_in_blocks, listed, parts_of_rows
+from zloader.dataset.splits import BLOCK_ROWS, Names, dealt_in_blocks, listed, parts_of_rows
 from zloader.dataset.store import OpenedStore
 from zloader.dataset.table import Table
 from zloader.dataset.views import Condition, RowSet, moved, rows_matching
@@ -37,7 +35,6 @@ from zloader.transforms.transform import Transform
 from zloader.transforms.variable_genes import Choosing
 
 _AS_STORED = GeneJoin()
-_NAMES = 30  # of each group in HTML
 
 
 def require_dataset(dataset: Any) -> None:
@@ -107,12 +104,6 @@ class Dataset(Table):
     def __repr__(self) -> str:
         head, groups = self._described()
         return "\n".join([head, *(f"    {group}: {', '.join(map(repr, names))}" for group, names in groups.items())])
-
-    def _repr_html_(self) -> str:
-        head, groups = self._described()
-        row = '<tr><th style="text-align: left">{}</th><td style="text-align: left">{}</td></tr>'
-        rows = (row.format(group, escape(named(names, _NAMES))) for group, names in groups.items())
-        return f"<p>{escape(head)}</p><table>{''.join(rows)}</table>"
 
     def _described(self) -> tuple[str, dict[str, list[str]]]:
         """The first line of the repr, in the form of AnnData's, and the names in obs, var, obsm and layers.
@@ -219,17 +210,6 @@ class Dataset(Table):
         """
         return self._view(self._matching(condition))
 
-    @overload
-    def split(
-        self,
-        parts: Mapping[str, float],
-        *,
-        by: Names | None = None,
-        stratify: Names | None = None,
-        seed: int = 0,
-    ) -> dict[str, View]: ...
-
-    @overload
     def split(
         self,
         parts: Sequence[float] | int,
@@ -238,24 +218,14 @@ class Dataset(Table):
         stratify: Names | None = None,
         block_size: int | None = None,
         seed: int = 0,
-    ) -> list[View]: ...
-
-    def split(
-        self,
-        parts: Shares | int,
-        *,
-        by: Names | None = None,
-        stratify: Names | None = None,
-        block_size: int | None = None,
-        seed: int = 0,
-    ) -> list[View] | dict[str, View]:
-        """Random, disjoint views: a list of them, or a dict if `parts` is a dict.
+    ) -> list[View]:
+        """Random, disjoint views.
 
         >>> import zloader as zl
         >>> dataset = zl.open_dataset("atlas.zarr")
         >>> train, test = dataset.split([0.8, 0.2], by="donor")
-        >>> views = dataset.split({"train": 800, "test": 100}, stratify="cell_type", seed=1)
-        >>> views["test"].obs()["cell_type"].value_counts().to_dict()
+        >>> train, test = dataset.split([800, 100], stratify="cell_type", seed=1)
+        >>> test.obs()["cell_type"].value_counts().to_dict()
         {'B': 50, 'T': 50}
 
         - `parts`: either fractions of the rows or numbers of rows, one per view. They need not add up to all rows. A
@@ -282,10 +252,10 @@ class Dataset(Table):
         elif block_size is not None:
             raise OptionError("block_size goes with a number of parts, as in split(8, block_size=512)")
         else:
-            n_parts = len(listed(parts))
-            part_of_row = parts_of_rows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
-        views = [self._view(RowSet.of(part_of_row == number)) for number in range(n_parts)]
-        return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
+            shares = listed(parts)
+            n_parts = len(shares)
+            part_of_row = parts_of_rows(shares, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
+        return [self._view(RowSet.of(part_of_row == number)) for number in range(n_parts)]
 
     def _view(self, rows: RowSet) -> View:
         return View(self.whole, self._rows.narrowed(rows), self.matrices)

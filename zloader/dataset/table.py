@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.rows_file import CacheStatistics
-from zloader.common.checks import names_of, require_one_of, require_whole
+from zloader.common.checks import names_of, require_one_of
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.locks import cached_property
@@ -256,18 +256,6 @@ class Table:
                 var=self.var,
                 layers={path.removeprefix("layers/"): values for path, values in of_anndata.items()},
             )
-
-    def head(self, n: int = 5) -> pd.DataFrame:
-        """The obs columns of the first `n` rows. `take(range(n))` has their values too.
-
-        >>> import zloader as zl
-        >>> zl.open_dataset("atlas.zarr").head(2)
-              cell_type donor  n_counts
-        cell0         B    d0         1
-        cell1         T    d0         2
-        """
-        require_whole(0, n=n)
-        return self.observations.frame(rows=self._rows_of_whole(np.arange(min(n, self.n_obs))))
 
     def to_adata(self, *, layers: Sequence[str] | None = None) -> ad.AnnData:
         """All rows as an AnnData in memory, as `take` returns them. For datasets and views that are small enough.
