@@ -274,6 +274,8 @@ def about_cache(directory: Path) -> Iterator[Finding]:
         yield Finding("place", f"{place}{', not made yet' * (nearest != place)}")
         if place.exists():
             require_safe(place)
+            if not place.is_dir():
+                raise NotADirectoryError(f"{place} is a file")
     except (ZloaderError, OSError, RuntimeError) as error:
         yield _broken("place", str(directory), reason_of(error))
         return
