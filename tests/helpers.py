@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anndata as ad
@@ -23,6 +24,7 @@ import torch.utils.data
 
 import zloader as zl
 from zloader.conversion.encode import ConvertOptions
+from zloader.dataset.views import RowSet
 from zloader.order.plan import Plan
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.placement import Placement
@@ -116,6 +118,23 @@ def dense(x: Any) -> np.ndarray:
     if isinstance(x, ad.AnnData):
         x = x.X
     return x.toarray() if scipy.sparse.issparse(x) else np.asarray(x)
+
+
+def plan_of(
+    *,
+    dataset_rows: int = 0,
+    sampling: zl.Sampling,
+    batch_size: int,
+    fetch_factor: int = 16,
+    table: Any = None,
+    chosen: RowSet | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan of an epoch in the order of a sampling: of so many rows, a table, or the rows `chosen` from them."""
+    table = SimpleNamespace(n_obs=dataset_rows if chosen is None else len(chosen)) if table is None else table
+    order = sampling.order(table, int(batch_size), int(batch_size) * int(fetch_factor))
+    order = order if chosen is None else chosen.ordered(order)
+    return Plan(order=order, batch_size=batch_size, fetch_factor=fetch_factor, **options)
 
 
 def check_seen_once(plan: Plan, seen: list[int], world_size: int) -> None:

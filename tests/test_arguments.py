@@ -125,7 +125,8 @@ def test_lists_with_something_else_than_transforms(dataset: zl.Dataset) -> None:
 
 # ---- Whole numbers
 
-PLAN = {"dataset_rows": 9, "sampling": zl.BlockShuffling(2), "batch_size": 2, "fetch_factor": 2}
+ORDER = zl.Order(dataset_rows=9, n_rows=9, draw=lambda start, stop, seed, epoch: np.arange(start, stop))
+PLAN = {"order": ORDER, "batch_size": 2, "fetch_factor": 2}
 MIXED = partial(zl.Mixture, {"a": ([1], 1)})
 DRAWN = partial(zl.BlockWeightedSampling, [1.0], block_size=1)
 GENEFORMER = partial(zl.tokenizers.Geneformer, {"<pad>": 0, "<mask>": 1, "<cls>": 2, "<eos>": 3}, {"a": 1})

@@ -49,9 +49,8 @@ if TYPE_CHECKING:
     from zloader.dataset.warm import Warmed, warm
     from zloader.insight.quality import Quality, quality
     from zloader.order.cell_sets import CellSets
-    from zloader.order.controls import MatchedControls
-    from zloader.order.neighbors import Neighbors
-    from zloader.order.sampling import Sampling
+    from zloader.order.companions import MatchedControls, Neighbors
+    from zloader.order.sampling import Order, Sampling
     from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling, Mixture
     from zloader.training.arrays import PackedRows
@@ -77,6 +76,7 @@ __all__ = [
     "Mixture",
     "MixtureOfScanners",
     "Neighbors",
+    "Order",
     "PackedRows",
     "Parquet",
     "Quality",
@@ -110,14 +110,15 @@ _MODULES = {
     "Dataset": "zloader.dataset.dataset",
     "FetchOptions": "zloader.common.options",
     "Loader": "zloader.training.loader",
-    "MatchedControls": "zloader.order.controls",
-    "Neighbors": "zloader.order.neighbors",
+    "MatchedControls": "zloader.order.companions",
+    "Neighbors": "zloader.order.companions",
     "Minibatch": "zloader.training.minibatch",
     "Mixture": "zloader.order.weighted",
     "MixtureOfScanners": "zloader.order.shuffling",
     "PackedRows": "zloader.training.arrays",
     "Parquet": "zloader.conversion.parquet",
     "Quality": "zloader.insight.quality",
+    "Order": "zloader.order.sampling",
     "Sampling": "zloader.order.sampling",
     "RowSource": "zloader.conversion.memory",
     "Selection": "zloader.conversion.selection",

@@ -56,27 +56,27 @@ class Rows:
         return RowSet.of_range(self.n_obs, range(int(group * self.n_obs)))
 
 
-MAKERS: dict[str, Callable[[Rows, Any], Sampling]] = {
-    "Streaming(shuffle=True)": lambda table, weights: zl.Streaming(shuffle=True),
-    "BlockShuffling(64)": lambda table, weights: zl.BlockShuffling(64),
-    "BlockShuffling(1)": lambda table, weights: zl.BlockShuffling(1),
-    "the default, 64 strata": lambda table, weights: stratified(),
-    "BlockShuffling(1), 64 strata": lambda table, weights: stratified(1),
-    "MixtureOfScanners(16, 64)": lambda table, weights: zl.MixtureOfScanners(16),
-    "MixtureOfScanners(1024, 1)": lambda table, weights: zl.MixtureOfScanners(1024, block_size=1),
-    "ClassBalancedSampling, 64": lambda table, weights: zl.ClassBalancedSampling("class").bound(table),
-    "Mixture of 3, 64": lambda table, weights: zl.Mixture(GROUPS).bound(table),
-    "BlockWeightedSampling, 64": lambda table, weights: zl.BlockWeightedSampling(weights),
-    "BlockWeightedSampling, 1": lambda table, weights: zl.BlockWeightedSampling(weights, block_size=1),
+MAKERS: dict[str, Callable[[Any], Sampling]] = {
+    "Streaming(shuffle=True)": lambda weights: zl.Streaming(shuffle=True),
+    "BlockShuffling(64)": lambda weights: zl.BlockShuffling(64),
+    "BlockShuffling(1)": lambda weights: zl.BlockShuffling(1),
+    "the default, 64 strata": lambda weights: stratified(),
+    "BlockShuffling(1), 64 strata": lambda weights: stratified(1),
+    "MixtureOfScanners(16, 64)": lambda weights: zl.MixtureOfScanners(16),
+    "MixtureOfScanners(1024, 1)": lambda weights: zl.MixtureOfScanners(1024, block_size=1),
+    "ClassBalancedSampling, 64": lambda weights: zl.ClassBalancedSampling("class"),
+    "Mixture of 3, 64": lambda weights: zl.Mixture(GROUPS),
+    "BlockWeightedSampling, 64": lambda weights: zl.BlockWeightedSampling(weights),
+    "BlockWeightedSampling, 1": lambda weights: zl.BlockWeightedSampling(weights, block_size=1),
 }
 
 
-def measured(name: str, make: Callable[[], Sampling], rows: int, turns: int) -> Figures:
+def measured(name: str, make: Callable[[], Sampling], rows: Rows, turns: int) -> Figures:
     """The figures of one sampling. Everything must have been compiled before."""
     begun = time.perf_counter()
-    sampling = make()
+    order = make().order(rows, 64, 64 * 256)
     made_s = time.perf_counter() - begun
-    plan = Plan(dataset_rows=rows, sampling=sampling, batch_size=64, fetch_factor=256)
+    plan = Plan(order=order, batch_size=64, fetch_factor=256)
     numbers = itertools.cycle(range(0, plan.n_fetches, max(1, plan.n_fetches // 61)))
     plan.fetch(next(numbers))
     milliseconds = []
@@ -113,9 +113,9 @@ def main() -> None:
         weights[window] = rng.random(len(codes[window]), np.float32)
     figures, refused = [], []
     for name, make in MAKERS.items():
-        measured(name, lambda make=make: make(Rows(codes[:10_000]), weights[:10_000]), 10_000, 1)  # compiles
+        measured(name, lambda make=make: make(weights[:10_000]), Rows(codes[:10_000]), 1)  # compiles
         try:
-            figures.append(measured(name, lambda make=make: make(Rows(codes), weights), options.rows, options.turns))
+            figures.append(measured(name, lambda make=make: make(weights), Rows(codes), options.turns))
         except zl.ZloaderError as error:
             refused.append(f"{name}: {error}")
     table([list(figures[0]), *(list(map(str, each.values())) for each in figures)])

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -178,7 +179,8 @@ class Epoch:
         """`part` has the rows of a view, in ascending order."""
         self.store, self.part = store, part
         n_rows = store.rows if part is None else len(part)
-        self.plan = Plan(dataset_rows=n_rows, epoch=epoch, sampling=stratified(), batch_size=BATCH, fetch_factor=FACTOR)
+        order = stratified().order(SimpleNamespace(n_obs=n_rows), BATCH, BATCH * FACTOR)
+        self.plan = Plan(order=order, epoch=epoch, batch_size=BATCH, fetch_factor=FACTOR)
         self._blocks: dict[int, NDArray[np.int32]] = {}
 
     def blocks(self, number: int) -> NDArray[np.int32]:

@@ -1,5 +1,7 @@
 """Draws which rows come when, as zloader plans them: in order, in shuffled blocks, and at random."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import style
 from matplotlib.figure import Figure
@@ -17,7 +19,8 @@ SAMPLINGS = {
 
 def order_of(sampling: zl.Sampling) -> np.ndarray:
     """The rows of an epoch, in the order in which minibatches have them."""
-    plan = Plan(dataset_rows=ROWS, sampling=sampling, batch_size=BATCH_SIZE, fetch_factor=FETCH_FACTOR, epoch=0)
+    order = sampling.order(SimpleNamespace(n_obs=ROWS), BATCH_SIZE, BATCH_SIZE * FETCH_FACTOR)
+    plan = Plan(order=order, batch_size=BATCH_SIZE, fetch_factor=FETCH_FACTOR, epoch=0)
     fetches = [plan.fetch(number) for number in range(plan.n_fetches)]
     return np.concatenate([fetch.rows[fetch.order] for fetch in fetches])
 

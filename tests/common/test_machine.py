@@ -25,7 +25,7 @@ WEIGHTS = np.arange(N, dtype=np.float32)
 NEEDS: dict[str, tuple[int, str, Callable[[], Any]]] = {
     "groups": (N, "fewer stores", lambda: groups_of(["lane"], lambda name: _labels(), N)),
     "groups by two columns": (2 * N, "fewer stores", lambda: groups_of(["lane", "day"], lambda name: _labels(), N)),
-    "sets": (5 * N, "fewer stores", lambda: zl.CellSets("lane", set_size=10).bound(_Table())),
+    "sets": (5 * N, "fewer stores", lambda: zl.CellSets("lane", set_size=10).order(_Table(), 10, 20)),
     "classes of numbers": (16 * N, "column of categories", lambda: COLUMN.classes("obs column 'lane'")),
 }
 

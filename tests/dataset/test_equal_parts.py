@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import counts, write_store
+from helpers import counts, plan_of, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.dataset.splits import dealt_in_blocks
-from zloader.order.plan import Plan
 from zloader.testing import assert_resumes_anywhere
 
 N_ROWS = 1501
@@ -70,7 +69,7 @@ def test_minibatches_of_a_part_mix_like_those_of_all_rows(n_parts):
     found, plates = dealt_in_blocks(n_parts, n_rows, block_size=512, seed=0), np.arange(n_rows) * 14 // n_rows
     for part in (0, n_parts - 1):
         labels = plates[found == part]
-        plan = Plan(
+        plan = plan_of(
             dataset_rows=len(labels), sampling=zl.BlockShuffling(64, n_strata=64), batch_size=64, fetch_factor=256
         )
         assert zl.quality(labels, plan).entropy_bits >= 3.45

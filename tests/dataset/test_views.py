@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import check_minibatch, counts, dense, write_store
+from helpers import check_minibatch, counts, dense, plan_of, write_store
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -21,9 +21,8 @@ import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.dataset.matrices import as_scipy
 from zloader.dataset.splits import parts_of_rows
-from zloader.dataset.views import RowSet, Within, rows_matching
+from zloader.dataset.views import RowSet, rows_matching
 from zloader.insight.cost import epoch_costs
-from zloader.order.plan import Plan
 from zloader.selecting.columns import ObsColumn, as_numbers
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
@@ -595,8 +594,7 @@ def test_a_view_of_blocks_reads_neighbours_together():
     """Blocks are consecutive rows of the view, so they are consecutive in the store wherever the view is."""
     mask = np.zeros(1000, bool)
     mask[100:300] = mask[600:900] = True
-    sampling = Within(zl.BlockShuffling(50), RowSet.of(mask))
-    plan = Plan(dataset_rows=1000, sampling=sampling, batch_size=50, fetch_factor=2)
+    plan = plan_of(sampling=zl.BlockShuffling(50), chosen=RowSet.of(mask), batch_size=50, fetch_factor=2)
     assert (plan.n_rows, plan.n_fetches, plan.sweeps) == (500, 5, False)
     runs = [np.diff(plan.fetch(number).rows.reshape(2, 50), axis=1) for number in range(5)]
     assert (np.concatenate(runs) == 1).all()
@@ -626,11 +624,11 @@ def test_the_quality_of_a_plan_over_a_view_is_measured_against_its_rows(dataset)
     """A view of a single label has no entropy in any order, however mixed the other rows are."""
     view = dataset.where("lane == 3")
     plan = zl.Loader(view, **SIZES).plan(0)
-    np.testing.assert_array_equal(plan.sampling.indices, view.row_numbers)
+    np.testing.assert_array_equal(np.flatnonzero(plan.order.chosen()), view.row_numbers)
     found = zl.quality(dataset.obs_column("lane").values, plan)
     assert (found.entropy_bits, found.random_entropy_bits) == (0, 0)
     some = zl.Loader(view, sampling=zl.BlockShuffling(4, indices=[1, 2, 9]), **SIZES).plan(0)
-    np.testing.assert_array_equal(some.sampling.indices, view.row_numbers[[1, 2, 9]])
+    np.testing.assert_array_equal(np.flatnonzero(some.order.chosen()), view.row_numbers[[1, 2, 9]])
 
 
 class Astray(zl.Sampling):
@@ -639,16 +637,16 @@ class Astray(zl.Sampling):
     def __init__(self, by) -> None:
         self.by = by
 
-    def n_rows(self, dataset_rows):
-        return dataset_rows
-
-    def rows(self, start, stop, *, dataset_rows, **kwargs):
-        return np.arange(start, stop) + self.by
+    def order(self, dataset, batch_size, fetch_rows):
+        n_rows = dataset.n_obs
+        return zl.Order(
+            dataset_rows=n_rows, n_rows=n_rows, draw=lambda start, stop, *of: np.arange(start, stop) + self.by
+        )
 
 
 @pytest.mark.parametrize("by", [-1, 1, 10**9])
 def test_rows_that_a_view_has_not_are_refused(dataset, by):
     view = dataset.where(np.arange(N) % 3 == 0)
     plan = zl.Loader(view, sampling=Astray(by), x=None).plan(0)
-    with pytest.raises(OptionError, match=rf"row numbers from 0 to {len(view.row_numbers) - 1}, but gave"):
+    with pytest.raises(OptionError, match=rf"from 0 to {len(view.row_numbers) - 1}, but gave"):
         plan.fetch(0)

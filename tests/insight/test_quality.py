@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from helpers import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.common.errors import OptionError
-from zloader.dataset.views import RowSet, Within
-from zloader.order.plan import Plan
+from zloader.dataset.views import RowSet
 from zloader.order.shuffling import BlockShuffling, stratified
 from zloader.selecting.columns import ObsColumn
 
@@ -37,7 +37,7 @@ PLATES = plates()
 
 
 def measured(sampling, fetch_factor=256, *, labels=PLATES, batch_size=64, **options):
-    plan = Plan(
+    plan = plan_of(
         dataset_rows=len(labels), sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor, **options
     )
     return zl.quality(labels, plan)
@@ -135,9 +135,8 @@ def test_indices_count_however_the_labels_are_named(rows):
     column = ObsColumn(values=own)
     seen = []
     for named in ("c", own):
-        table = SimpleNamespace(obs_column={"c": column}.__getitem__)
-        sampling = zl.ClassBalancedSampling(named).bound(table)
-        seen.append(measured(sampling if chosen is None else Within(sampling, chosen), 64, labels=labels))
+        table = SimpleNamespace(obs_column={"c": column}.__getitem__, n_obs=len(own))
+        seen.append(measured(zl.ClassBalancedSampling(named), 64, labels=labels, table=table, chosen=chosen))
     assert seen[0] == seen[1]
     assert seen[0].random_entropy_bits == pytest.approx(1.9, abs=0.05)
     assert seen[0].l1_within == pytest.approx(1, abs=0.1)
@@ -152,12 +151,13 @@ def test_a_subset_is_measured_as_if_it_were_the_dataset(n_rows, seed, given_as):
     """Only the same-block share may differ, because other rows are consecutive."""
     rng = np.random.default_rng(seed)
     labels, chosen = rng.integers(0, 4, n_rows), np.sort(rng.choice(n_rows, 20, replace=False))
+    view = None
     if given_as == "view":
-        sampling = Within(zl.BlockShuffling(3), RowSet.of(np.isin(np.arange(n_rows), chosen)))
+        sampling, view = zl.BlockShuffling(3), RowSet.of(np.isin(np.arange(n_rows), chosen))
     elif given_as == "view and indices":
         wide = np.union1d(chosen, rng.integers(0, n_rows, 10))
-        own = zl.BlockShuffling(3, indices=np.searchsorted(wide, chosen))
-        sampling = Within(own, RowSet.of(np.isin(np.arange(n_rows), wide)))
+        sampling = zl.BlockShuffling(3, indices=np.searchsorted(wide, chosen))
+        view = RowSet.of(np.isin(np.arange(n_rows), wide))
     elif given_as == "indices":
         sampling = zl.BlockShuffling(3, indices=chosen)
     else:
@@ -165,18 +165,18 @@ def test_a_subset_is_measured_as_if_it_were_the_dataset(n_rows, seed, given_as):
         sampling, alone = zl.Streaming(indices=chosen[order]), zl.Streaming(indices=order)
     if not given_as.endswith("order"):
         alone = zl.BlockShuffling(3)
-    seen = measured(sampling, 2, labels=labels, batch_size=4)
+    seen = measured(sampling, 2, labels=labels, batch_size=4, chosen=view)
     wanted = measured(alone, 2, labels=labels[chosen], batch_size=4)
     assert seen == dataclasses.replace(wanted, same_block_share=seen.same_block_share)
 
 
 def test_a_large_view_holds_few_bytes_a_row():
     labels = np.zeros(8_000_000, np.int8)
-    sampling = Within(zl.BlockShuffling(8), RowSet.of(np.arange(len(labels)) % 2 == 0))
-    measured(sampling, 64, labels=labels, batch_size=8)  # compile first
+    sampling, chosen = zl.BlockShuffling(8), RowSet.of(np.arange(len(labels)) % 2 == 0)
+    measured(sampling, 64, labels=labels, batch_size=8, chosen=chosen)  # compile first
     tracemalloc.start()
     try:
-        measured(sampling, 64, labels=labels, batch_size=8)
+        measured(sampling, 64, labels=labels, batch_size=8, chosen=chosen)
         # An int64 per row of the view would take 4 bytes per row of the dataset.
         assert tracemalloc.get_traced_memory()[1] < 2.5 * len(labels)
     finally:
@@ -240,7 +240,7 @@ def _longest(rows) -> int:
 def test_the_measures_are_what_slow_counting_gives(n_rows, batch_size, fetch_factor, block_size, seed):
     labels = np.random.default_rng(seed).integers(-1, 4, n_rows)
     sampling = zl.BlockShuffling(min(block_size, batch_size * fetch_factor))
-    plan = Plan(dataset_rows=n_rows, sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor, seed=seed)
+    plan = plan_of(dataset_rows=n_rows, sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor, seed=seed)
     fetches = map(plan.fetch, range(plan.n_fetches))
     cut = [np.split(fetch.rows[fetch.order], fetch.cuts[1:-1]) for fetch in fetches]
     minibatches = [rows for fetch in cut for rows in fetch if len(rows) == batch_size]
@@ -309,14 +309,13 @@ def test_labels_of_any_kind_are_measured_as_their_codes(labels):
     ],
 )
 def test_labels_must_be_one_a_row(labels, said):
-    plan = Plan(dataset_rows=10, sampling=zl.Streaming(), batch_size=2, fetch_factor=2)
+    plan = plan_of(dataset_rows=10, sampling=zl.Streaming(), batch_size=2, fetch_factor=2)
     with pytest.raises(OptionError, match=said):
         zl.quality(labels, plan)
 
 
 def test_labels_of_a_view_alone_are_refused():
-    sampling = Within(zl.Streaming(), RowSet.of(np.arange(10) < 6))
-    plan = Plan(dataset_rows=10, sampling=sampling, batch_size=2, fetch_factor=2)
+    plan = plan_of(sampling=zl.Streaming(), chosen=RowSet.of(np.arange(10) < 6), batch_size=2, fetch_factor=2)
     with pytest.raises(OptionError, match="the 6 rows of a view, but the labels of all 10 rows of the whole dataset"):
         zl.quality(list("abcabc"), plan)
     with pytest.raises(OptionError, match="one label for each of the 10 rows"):

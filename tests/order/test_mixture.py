@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from helpers import plan_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
 from zloader.dataset.views import RowSet
-from zloader.order.plan import Plan
 from zloader.order.weighted import Mixture
 
 pytestmark = pytest.mark.any_version
@@ -35,18 +35,17 @@ def stretches(sizes) -> dict[str, np.ndarray]:
 
 
 def mixture(sizes, weights, **options):
-    """A bound mixture of disjoint groups, and the group of each row."""
+    """A mixture of disjoint groups, and the group of each row."""
     groups = stretches(sizes)
     pairs = {name: (rows, weight) for (name, rows), weight in zip(groups.items(), weights, strict=True)}
-    return Mixture(pairs, **options).bound(Table(sum(sizes))), np.repeat(np.arange(len(sizes)), sizes)
+    return Mixture(pairs, **options), np.repeat(np.arange(len(sizes)), sizes)
 
 
 def order_of(sampling, n_obs, *, seed=0, epochs=range(1), cuts=()) -> np.ndarray:
     """The rows of some epochs, one after another, each computed in slices between `cuts`."""
-    n_rows = sampling.n_rows(n_obs)
-    slices = list(itertools.pairwise([0, *sorted(cut % (n_rows + 1) for cut in cuts), n_rows]))
-    options = {"dataset_rows": n_obs, "seed": seed}
-    return np.concatenate([sampling.rows(*each, epoch=epoch, **options) for epoch in epochs for each in slices])
+    order = sampling.order(Table(n_obs), 64, 1024)
+    slices = list(itertools.pairwise([0, *sorted(cut % (order.n_rows + 1) for cut in cuts), order.n_rows]))
+    return np.concatenate([order.rows(*each, seed=seed, epoch=epoch) for epoch in epochs for each in slices])
 
 
 GROUPS = st.lists(
@@ -69,7 +68,7 @@ def test_an_epoch_has_the_rows_that_were_asked_for_however_it_is_sliced(groups, 
     sizes, weights = zip(*groups, strict=True)
     sampling, _ = mixture(sizes, weights, block_size=block_size, epoch_rows=epoch_rows)
     order = order_of(sampling, sum(sizes), seed=seed, cuts=cuts)
-    assert len(order) == sampling.n_rows(sum(sizes)) == (sum(sizes) if epoch_rows is None else epoch_rows)
+    assert len(order) == (sum(sizes) if epoch_rows is None else epoch_rows)
     np.testing.assert_array_equal(order, order_of(sampling, sum(sizes), seed=seed))
 
 
@@ -90,8 +89,8 @@ def test_every_fetch_of_every_rank_has_about_the_shares(world_size):
     sampling, group_of = mixture([50_000, 3000], [0.7, 0.3], block_size=8)
     n_fetches = 0
     for epoch, rank in itertools.product(range(3), range(world_size)):
-        plan = Plan(
-            dataset_rows=53_000,
+        plan = plan_of(
+            table=Table(53_000),
             sampling=sampling,
             batch_size=64,
             fetch_factor=16,
@@ -108,7 +107,7 @@ def test_every_fetch_of_every_rank_has_about_the_shares(world_size):
 
 def test_minibatches_have_the_shares_on_average():
     sampling, group_of = mixture([40_000, 500, 7000], [0.5, 0.3, 0.2], block_size=16)
-    plan = Plan(dataset_rows=47_500, sampling=sampling, batch_size=64, fetch_factor=32)
+    plan = plan_of(table=Table(47_500), sampling=sampling, batch_size=64, fetch_factor=32)
     counts = []
     for fetch in plan.fetches():
         rows = fetch.rows[fetch.order]
@@ -131,22 +130,21 @@ def test_each_seed_and_epoch_has_an_order_of_its_own():
 
 def test_a_row_of_several_groups_comes_for_each():
     groups = {"all": (np.arange(640), 0.5), "few": (np.arange(64, 128), 0.25), "some": (np.arange(96, 192), 0.25)}
-    sampling = Mixture(groups, block_size=2, epoch_rows=64_000).bound(Table(640))
+    sampling = Mixture(groups, block_size=2, epoch_rows=64_000)
     expected = np.full(640, 50.0)
     expected[64:128] += 250
     expected[96:192] += 16_000 / 96
     counts = np.bincount(order_of(sampling, 640), minlength=640)
     assert abs(counts - expected).max() < 2
-    assert len(sampling._table) == 5  # none, all, few, some, few and some
 
 
 def test_a_group_of_weight_0_never_comes_and_may_be_empty():
     groups = {"a": ([1, 2, 3], 1), "none": ([], 0), "b": (np.arange(50, 90), 0.0)}
-    sampling = Mixture(groups).bound(Table(100))
-    assert sampling.n_rows(100) == 3
+    sampling = Mixture(groups)
+    assert len(order_of(sampling, 100)) == 3
     assert {*order_of(sampling, 100, epochs=range(9)).tolist()} == {1, 2, 3}
-    assert sampling.indices.tolist() == [1, 2, 3]
-    assert Mixture({"a": (range(60), 1), "b": (range(40, 100), 2)}).bound(Table(100)).indices is None
+    assert np.flatnonzero(sampling.order(Table(100), 2, 4).chosen()).tolist() == [1, 2, 3]
+    assert Mixture({"a": (range(60), 1), "b": (range(40, 100), 2)}).order(Table(100), 2, 4).chosen is None
 
 
 def test_tiny_weights_and_many_groups():
@@ -159,16 +157,14 @@ def test_tiny_weights_and_many_groups():
 
 TABLE = Table(10)
 BAD = {
-    "no groups": (lambda: Mixture({}), "groups must be a mapping such as"),
-    "a list": (lambda: Mixture([([1], 0.5)]), "groups must be a mapping such as"),
-    "a number as a name": (lambda: Mixture({1: ([1], 0.5)}), "names of groups are strings, but groups has 1"),
-    "a weight alone": (lambda: Mixture({"a": 0.5}), "'a' must be a pair of its rows and its weight, not 0.5"),
+    "no groups": (lambda: Mixture({}), "groups must be a mapping from names"),
+    "a list": (lambda: Mixture([([1], 0.5)]), "groups must be a mapping from names"),
+    "a number as a name": (lambda: Mixture({1: ([1], 0.5)}), "groups must be a mapping from names to pairs"),
+    "a weight alone": (lambda: Mixture({"a": 0.5}), "groups must be a mapping from names to pairs"),
     "negative": (lambda: Mixture({"a": ([1], -1)}), "'a' has the weight -1: give a number of at least 0"),
     "NaN": (lambda: Mixture({"a": ([1], np.nan)}), "'a' has the weight nan"),
     "all 0": (lambda: Mixture({"a": ([1], 0), "b": ([2], 0)}), "every group has the weight 0"),
-    "empty": (lambda: Mixture({"a": ([], 1), "b": ([2], 1)}).bound(TABLE), "the group 'a' has no row"),
-    "unbound": (lambda: Mixture({"a": ([1], 1)}).n_rows(10), "call bound"),
-    "another dataset": (lambda: Mixture({"a": ([1], 1)}).bound(TABLE).n_rows(11), "for 10 rows, .* has 11"),
+    "empty": (lambda: Mixture({"a": ([], 1), "b": ([2], 1)}).order(TABLE, 2, 4), "the group 'a' has no row"),
 }
 
 
@@ -176,9 +172,3 @@ BAD = {
 def test_options_that_make_no_sense_are_refused(make, message):
     with pytest.raises(OptionError, match=message):
         make()
-
-
-def test_a_mixture_may_be_bound_to_several_datasets():
-    sampling = Mixture({"a": ([1, 2], 1)})
-    small, large = sampling.bound(Table(10)), sampling.bound(Table(20))
-    assert small.n_rows(10) == large.n_rows(20) == 2

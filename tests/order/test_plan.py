@@ -8,12 +8,13 @@ import math
 
 import numpy as np
 import pytest
+from helpers import plan_of
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
-from zloader.order.sampling import Sampling
+from zloader.order.sampling import Order
 from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming, stratified
 
 pytestmark = pytest.mark.any_version
@@ -29,7 +30,7 @@ def plans(draw, drop_last=None, sampling=None):
     scanners = MixtureOfScanners(n_scanners=draw(st.integers(1, 9)), block_size=block_size)
     strata = BlockShuffling(block_size=block_size, n_strata=draw(st.integers(1, 9)))
     samplings = [BlockShuffling(block_size=block_size), strata, scanners, Streaming(), Streaming(shuffle=True)]
-    return Plan(
+    return plan_of(
         dataset_rows=draw(st.integers(world_size, 400)),
         sampling=draw(st.sampled_from(samplings)) if sampling is None else sampling,
         batch_size=batch_size,
@@ -74,10 +75,10 @@ def test_every_row_comes_exactly_once_over_ranks_and_workers(plan, n_workers):
     rows = np.sort(_all_rows(plan, n_workers=n_workers))
     if plan.batch_size == 1:  # minibatches of one row cannot be divided evenly, so a few are left out
         assert len(np.unique(rows)) == len(rows)
-        assert set(rows.tolist()) <= set(range(plan.dataset_rows))
-        assert plan.dataset_rows - len(rows) < plan.world_size
+        assert set(rows.tolist()) <= set(range(plan.order.dataset_rows))
+        assert plan.order.dataset_rows - len(rows) < plan.world_size
     else:
-        np.testing.assert_array_equal(rows, np.arange(plan.dataset_rows))
+        np.testing.assert_array_equal(rows, np.arange(plan.order.dataset_rows))
 
 
 @pytest.mark.slow
@@ -85,17 +86,17 @@ def test_every_row_comes_exactly_once_over_ranks_and_workers(plan, n_workers):
 def test_drop_last_leaves_out_less_than_one_minibatch_a_rank(plan, n_workers):
     rows = _all_rows(plan, n_workers=n_workers)
     assert len(np.unique(rows)) == len(rows)
-    assert set(rows.tolist()) <= set(range(plan.dataset_rows))
-    assert plan.dataset_rows - len(rows) < plan.world_size * plan.batch_size
+    assert set(rows.tolist()) <= set(range(plan.order.dataset_rows))
+    assert plan.order.dataset_rows - len(rows) < plan.world_size * plan.batch_size
     sizes = {len(minibatch) for rank in _ranks(plan) for minibatch in _minibatches(rank)}
     assert sizes <= {plan.batch_size}
 
 
 @given(plan=plans(), n_workers=st.integers(1, 4))
 @example(
-    plan=Plan(dataset_rows=9, sampling=Streaming(), batch_size=2, fetch_factor=2, world_size=2), n_workers=1
+    plan=plan_of(dataset_rows=9, sampling=Streaming(), batch_size=2, fetch_factor=2, world_size=2), n_workers=1
 )  # one row is left for two ranks
-@example(plan=Plan(dataset_rows=5, sampling=Streaming(), batch_size=4, fetch_factor=2, world_size=1), n_workers=2)
+@example(plan=plan_of(dataset_rows=5, sampling=Streaming(), batch_size=4, fetch_factor=2, world_size=1), n_workers=2)
 def test_ranks_agree_on_the_number_of_minibatches_and_say_it(plan, n_workers):
     for rank in _ranks(plan):
         made = [_minibatches(rank, worker=worker, n_workers=n_workers) for worker in range(n_workers)]
@@ -127,7 +128,7 @@ def test_ranks_are_given_equally_many_rows_but_for_one(plan):
 def test_one_rank_yields_full_minibatches_and_one_rest(plan):
     alone = dataclasses.replace(plan, world_size=1)
     sizes = [len(rows) for rows in _minibatches(alone)]
-    n_full, rest = divmod(plan.dataset_rows, plan.batch_size)
+    n_full, rest = divmod(plan.order.dataset_rows, plan.batch_size)
     assert sizes == [plan.batch_size] * n_full + ([rest] if rest and not plan.drop_last else [])
 
 
@@ -143,7 +144,7 @@ def test_workers_share_out_the_fetches_of_their_rank(plan, n_workers):
 @given(plan=plans(sampling=Streaming()))
 def test_streaming_reads_in_order_and_deals_fetches_in_turn(plan):
     alone = dataclasses.replace(plan, world_size=1, drop_last=False)
-    np.testing.assert_array_equal(np.concatenate(_minibatches(alone)), np.arange(plan.dataset_rows))
+    np.testing.assert_array_equal(np.concatenate(_minibatches(alone)), np.arange(plan.order.dataset_rows))
     fetches = [rank.fetch(number).rows for number in range(plan.n_fetches) for rank in _ranks(plan)]
     dealt = np.concatenate([np.empty(0, np.int64), *fetches])
     np.testing.assert_array_equal(dealt, np.arange(len(dealt)))
@@ -151,12 +152,12 @@ def test_streaming_reads_in_order_and_deals_fetches_in_turn(plan):
 
 @pytest.mark.slow
 @given(plan=plans())
-@example(plan=Plan(dataset_rows=200_000, sampling=BlockShuffling(64), batch_size=64, fetch_factor=256))
-@example(plan=Plan(dataset_rows=801, sampling=BlockShuffling(16), batch_size=4, fetch_factor=8, world_size=5))
-@example(plan=Plan(dataset_rows=41, sampling=BlockShuffling(1), batch_size=4, fetch_factor=1, world_size=5))
+@example(plan=plan_of(dataset_rows=200_000, sampling=BlockShuffling(64), batch_size=64, fetch_factor=256))
+@example(plan=plan_of(dataset_rows=801, sampling=BlockShuffling(16), batch_size=4, fetch_factor=8, world_size=5))
+@example(plan=plan_of(dataset_rows=41, sampling=BlockShuffling(1), batch_size=4, fetch_factor=1, world_size=5))
 def test_fetches_are_equally_long_to_a_minibatch_or_a_block(plan):
     """So the last fetch is not left with a few blocks."""
-    block_size = plan.sampling.block_size
+    block_size = plan.order.block_size
     step = math.lcm(block_size, plan.batch_size) // plan.batch_size if plan.fetch_rows % block_size == 0 else 1
     left = plan.n_rows % (plan.world_size * plan.batch_size)
     # Fewer rows than ranks come in addition, because they are no minibatch for every rank.
@@ -174,7 +175,7 @@ def test_fetches_are_equally_long_to_a_minibatch_or_a_block(plan):
 @given(plan=plans())
 def test_fetches_hold_whole_blocks(plan):
     """A fetch reads consecutive positions of the order of the sampling."""
-    order = plan.sampling.rows(0, plan.n_rows, dataset_rows=plan.dataset_rows, seed=plan.seed, epoch=plan.epoch)
+    order = plan.order.rows(0, plan.n_rows, seed=plan.seed, epoch=plan.epoch)
     place = np.argsort(order)
     for rank in _ranks(plan):
         for number in range(rank.n_fetches):
@@ -197,7 +198,7 @@ def test_the_same_options_give_the_same_plan_and_fetches_come_in_any_order(plan)
 @pytest.mark.slow
 @given(plan=plans())
 def test_other_epochs_and_seeds_give_another_order(plan):
-    assume(plan.sampling.shuffles_fetch)
+    assume(plan.order.shuffles_fetch)
     plan = dataclasses.replace(plan, dataset_rows=400, batch_size=8, fetch_factor=5, world_size=1)
     listed = _listed(plan)
     assert listed != _listed(dataclasses.replace(plan, epoch=plan.epoch + 1))
@@ -205,13 +206,13 @@ def test_other_epochs_and_seeds_give_another_order(plan):
 
 
 def test_the_rows_of_a_fetch_are_permuted_differently_in_each_fetch():
-    plan = Plan(dataset_rows=320, sampling=Streaming(shuffle=True), batch_size=8, fetch_factor=4, world_size=2)
+    plan = plan_of(dataset_rows=320, sampling=Streaming(shuffle=True), batch_size=8, fetch_factor=4, world_size=2)
     orders = [rank.fetch(number).order.tolist() for rank in _ranks(plan) for number in range(5)]
     assert len(set(map(tuple, orders))) == 10
 
 
 def test_what_is_left_out_for_equal_counts_changes_with_the_epoch():
-    plan = Plan(
+    plan = plan_of(
         dataset_rows=103,
         sampling=BlockShuffling(block_size=4),
         batch_size=8,
@@ -233,7 +234,7 @@ def test_what_is_left_out_for_equal_counts_changes_with_the_epoch():
     n_workers=st.integers(1, 3),
 )
 def test_a_subset_is_shared_out_like_a_whole(indices, world_size, n_workers):
-    plan = Plan(
+    plan = plan_of(
         dataset_rows=1000,
         sampling=BlockShuffling(block_size=3, indices=indices),
         batch_size=4,
@@ -255,14 +256,14 @@ def test_a_subset_is_shared_out_like_a_whole(indices, world_size, n_workers):
     ],
 )
 def test_a_plan_sweeps_that_takes_every_row(sampling, sweeps):
-    plan = Plan(dataset_rows=20, sampling=sampling, batch_size=2, fetch_factor=2)
+    plan = plan_of(dataset_rows=20, sampling=sampling, batch_size=2, fetch_factor=2)
     assert plan.sweeps is sweeps
     assert not dataclasses.replace(plan, world_size=2).sweeps
 
 
 def test_golden_minibatches():
     """A resumed run must get the same minibatches with every later NumPy version."""
-    plan = Plan(
+    plan = plan_of(
         dataset_rows=41,
         sampling=BlockShuffling(block_size=2, n_strata=5),
         batch_size=3,
@@ -282,14 +283,14 @@ GOLDEN = [
 
 def test_the_last_fetch_holds_the_labels_that_all_rows_have():
     """With 200 000 rows sorted by 56 labels, the 53 blocks left after full fetches would not hold all labels."""
-    plan = Plan(dataset_rows=200_000, sampling=stratified(), batch_size=64, fetch_factor=256)
+    plan = plan_of(dataset_rows=200_000, sampling=stratified(), batch_size=64, fetch_factor=256)
     assert {len(plan.fetch(number).rows) // 64 for number in range(plan.n_fetches)} == {240, 241}
     labels = plan.fetch(plan.n_fetches - 1).rows * 56 // 200_000
     assert len(set(labels.tolist())) == 56
 
 
 def test_a_plan_of_a_million_million_rows_costs_what_one_fetch_costs():
-    plan = Plan(dataset_rows=10**12 + 5, sampling=BlockShuffling(block_size=64), batch_size=64, fetch_factor=4)
+    plan = plan_of(dataset_rows=10**12 + 5, sampling=BlockShuffling(block_size=64), batch_size=64, fetch_factor=4)
     assert plan.n_minibatches == 10**12 // 64 + 1
     fetch = plan.fetch(plan.n_fetches - 1)
     assert len(fetch.rows) == 3 * 64 + 5
@@ -321,38 +322,31 @@ BAD = {
 
 @pytest.mark.parametrize(("wrong", "message"), BAD.values(), ids=BAD.keys())
 def test_options_that_make_no_sense_are_refused(wrong, message):
-    Plan(**GOOD)
+    plan_of(**GOOD)
     with pytest.raises(OptionError, match=message):
-        Plan(**(GOOD | wrong))
+        plan_of(**(GOOD | wrong))
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint16])
 def test_numpy_integers_are_numbers_too(kind):
-    plain = Plan(**GOOD)
+    plain = plan_of(**GOOD)
     numbers = {name: kind(value) for name, value in GOOD.items() if isinstance(value, int)}
-    numpy = Plan(**(GOOD | numbers | {"sampling": BlockShuffling(block_size=kind(8))}))
+    numpy = plan_of(**(GOOD | numbers | {"sampling": BlockShuffling(block_size=kind(8))}))
     assert _listed(numpy) == _listed(plain)
     for name, value in numbers.items():
-        assert _listed(Plan(**(GOOD | {name: value}))) == _listed(plain)
-    assert _listed(Plan(**(GOOD | {"sampling": BlockShuffling(block_size=kind(8))}))) == _listed(plain)
+        assert _listed(plan_of(**(GOOD | {name: value}))) == _listed(plain)
+    assert _listed(plan_of(**(GOOD | {"sampling": BlockShuffling(block_size=kind(8))}))) == _listed(plain)
 
 
 def test_a_block_as_large_as_a_fetch_is_allowed():
-    plan = Plan(**(GOOD | {"sampling": BlockShuffling(block_size=16)}))
+    plan = plan_of(**(GOOD | {"sampling": BlockShuffling(block_size=16)}))
     np.testing.assert_array_equal(np.sort(_all_rows(plan)), np.arange(100))
 
 
-class Given(Sampling):
-    """A user-defined sampling that returns the given rows."""
-
-    def __init__(self, rows) -> None:
-        self.given = rows
-
-    def n_rows(self, dataset_rows):
-        return dataset_rows
-
-    def rows(self, start, stop, **kwargs):
-        return self.given
+def written(rows, **options) -> Plan:
+    """A plan of four rows in an order that somebody has written."""
+    order = Order(dataset_rows=4, n_rows=4, draw=lambda start, stop, seed, epoch: rows, **options)
+    return Plan(order=order, batch_size=2, fetch_factor=2)
 
 
 @pytest.mark.parametrize(
@@ -360,37 +354,27 @@ class Given(Sampling):
     [
         (np.arange(4) - 1, "from 0 to 3, but gave -1"),
         (np.arange(4) + 1, "from 0 to 3, but gave 4"),
-        (np.arange(3), r"Given.rows\(0, 4\) must give 4 row numbers, not 3"),
+        (np.arange(3), "must give 4 row numbers for positions 0 to 4, not 3"),
         (np.arange(4.0), "1-d array of integers"),
         ([0, 1, 2, 3], "1-d array of integers"),
         (np.zeros((4, 1), np.int64), "1-d array of integers"),
     ],
 )
 def test_rows_that_are_none_are_refused(rows, message):
-    plan = Plan(dataset_rows=4, sampling=Given(rows), batch_size=2, fetch_factor=2)
     with pytest.raises(OptionError, match=message):
-        plan.fetch(0)
+        written(rows).fetch(0)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint64])
 def test_rows_may_be_integers_of_any_dtype(dtype):
-    plan = Plan(dataset_rows=4, sampling=Given(np.arange(4, dtype=dtype)), batch_size=2, fetch_factor=2)
-    assert plan.fetch(0).rows.dtype == np.int64
+    assert written(np.arange(4, dtype=dtype)).fetch(0).rows.dtype == np.int64
 
 
-@pytest.mark.parametrize("method", ["n_rows", "sized", "batched"])
-def test_methods_that_return_nothing_are_named(method):
-    sampling = type("Own", (Given,), {method: lambda self, given: None})(np.arange(4))
-    with pytest.raises(OptionError, match=rf"{method} of Own\(...\) must return a .*, not None"):
-        Plan(dataset_rows=4, sampling=sampling, batch_size=2, fetch_factor=2).fetch(0)
-
-
-@pytest.mark.parametrize("block_size", [0, 2.5, "8", None])
-def test_a_block_size_that_is_no_count_is_refused(block_size):
-    sampling = Given(np.arange(4))
-    sampling.block_size = block_size
-    with pytest.raises(OptionError, match=f"block_size must be .* not {block_size!r}"):
-        Plan(dataset_rows=4, sampling=sampling, batch_size=2, fetch_factor=2)
+@pytest.mark.parametrize("name", ["block_size", "n_rows"])
+@pytest.mark.parametrize("value", [-1, 2.5, "8", None])
+def test_sizes_of_an_order_are_whole_numbers(name, value):
+    with pytest.raises(OptionError, match=f"{name} must be .* not {value!r}"):
+        Order(**({"dataset_rows": 4, "n_rows": 4, "draw": np.arange} | {name: value}))
 
 
 @given(plan=plans(), n_workers=st.integers(1, 3), data=st.data())

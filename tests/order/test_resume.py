@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import PATIENCE_S, check_seen_once, counts, digest, fetch_options, write_store
+from helpers import PATIENCE_S, check_seen_once, counts, digest, fetch_options, plan_of, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -73,7 +73,7 @@ def plans(draw):
     batch_size, fetch_factor = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     kinds = [zl.Streaming(), zl.BlockShuffling(1), zl.BlockShuffling(1, n_strata=9), zl.MixtureOfScanners(3, active=1)]
     sampling = draw(st.sampled_from(kinds))
-    return Plan(
+    return plan_of(
         dataset_rows=draw(st.integers(5, 150)),
         sampling=sampling,
         batch_size=batch_size,
@@ -130,10 +130,10 @@ def test_other_ranks_get_exactly_what_nobody_has_seen(plan, first, second, sizes
 
 
 def test_what_is_left_costs_what_a_fetch_costs():
-    plan = Plan(dataset_rows=10**12, sampling=zl.BlockShuffling(64), batch_size=64, fetch_factor=4, world_size=8)
+    plan = plan_of(dataset_rows=10**12, sampling=zl.BlockShuffling(64), batch_size=64, fetch_factor=4, world_size=8)
     now, _ = resumed(dataclasses.replace(plan, world_size=3), [(8, 10**6 + 1)])
     assert now.n_rows == 10**12 - 8 * 64 * (10**6 + 1)
-    assert len(now.sampling.first) == 8 * 64 * 3
+    assert now.order.draw.args[1].shape == (8 * 64 * 3,)  # the rows that are listed
     assert len(now.fetch(10**6).rows) == 256
 
 
@@ -335,17 +335,22 @@ def test_a_broken_state_is_refused(dataset, changed, says):
 class Doubled(zl.Sampling):
     """A user-defined sampling that wraps another."""
 
-    shuffles_fetch = True
-
     def __init__(self, inner) -> None:
         self.inner = inner
 
-    def n_rows(self, dataset_rows):
-        return 2 * self.inner.n_rows(dataset_rows)
+    def order(self, dataset, batch_size, fetch_rows):
+        inner = self.inner.order(dataset, batch_size, fetch_rows)
 
-    def rows(self, start, stop, **of):
-        inner = self.inner.rows(0, self.inner.n_rows(of["dataset_rows"]), **of)
-        return np.tile(inner, 2)[start:stop]
+        def twice(start, stop, seed, epoch):
+            return np.tile(inner.rows(0, inner.n_rows, seed=seed, epoch=epoch), 2)[start:stop]
+
+        return dataclasses.replace(inner, n_rows=2 * inner.n_rows, draw=twice, repeats=True)
+
+
+def test_what_is_no_order_is_refused(dataset):
+    sampling = type("Own", (zl.Sampling,), {"order": lambda self, *of: None})()
+    with pytest.raises(OptionError, match=r"order of Own\(...\) must return a zl.Order, not None"):
+        zl.Loader(dataset, sampling=sampling)
 
 
 @pytest.mark.slow

@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 import tracemalloc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
+from helpers import plan_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
-from zloader.dataset.views import RowSet, Within
+from zloader.dataset.views import RowSet
 from zloader.order.permutation import key_of, permute, shuffled, strata_of
 from zloader.order.plan import Plan
-from zloader.order.sampling import Sampling, Unseen, WrappedSampling
+from zloader.order.sampling import Order
 from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming, stratified
 
 pytestmark = pytest.mark.any_version
@@ -29,16 +31,11 @@ SEEDS = st.integers(0, 2**63)
 EPOCHS = st.integers(0, 1000)
 
 
-def _order(sampling, dataset_rows, *, seed=0, epoch=0, cuts=()):
+def _order(sampling, dataset_rows, *, table=None, seed=0, epoch=0, cuts=()):
     """The whole order of an epoch, computed in slices between `cuts`."""
-    n_rows = sampling.n_rows(dataset_rows)
-    bounds = [0, *sorted(cut % (n_rows + 1) for cut in cuts), n_rows]
-    return np.concatenate(
-        [
-            sampling.rows(start, stop, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
-            for start, stop in itertools.pairwise(bounds)
-        ]
-    )
+    order = sampling.order(table or SimpleNamespace(n_obs=dataset_rows), 64, 16_384)
+    bounds = [0, *sorted(cut % (order.n_rows + 1) for cut in cuts), order.n_rows]
+    return np.concatenate([order.rows(*bound, seed=seed, epoch=epoch) for bound in itertools.pairwise(bounds)])
 
 
 # ---- the keyed permutation
@@ -213,7 +210,6 @@ def test_block_shuffling_gives_every_row_once_however_it_is_sliced(n_rows, block
 @given(n_rows=N_ROWS, shuffle=st.booleans(), seed=SEEDS, epoch=EPOCHS, cuts=st.lists(st.integers(0, 700), max_size=6))
 def test_streaming_gives_every_row_in_order(n_rows, shuffle, seed, epoch, cuts):
     sampling = Streaming(shuffle=shuffle)
-    assert sampling.shuffles_fetch is shuffle
     order = _order(sampling, n_rows, seed=seed, epoch=epoch, cuts=cuts)
     np.testing.assert_array_equal(order, np.arange(n_rows))
 
@@ -376,26 +372,20 @@ def test_scanners_of_indices_read_those_alone(indices, epoch):
 )
 def test_a_fetch_advances_as_many_scanners_as_are_active(active, fetch_rows, block_size):
     scanners = MixtureOfScanners(16, active)
-    known = scanners.sized(fetch_rows)
-    assert (known.active, known.block_size, known.n_scanners) == (None, block_size, 16)
-    plan = Plan(dataset_rows=1_000_003, sampling=scanners, batch_size=fetch_rows, fetch_factor=1)
-    np.testing.assert_array_equal(
-        plan.fetch(3).rows, known.rows(3 * fetch_rows, 4 * fetch_rows, dataset_rows=1_000_003, seed=0, epoch=0)
+    plan = plan_of(dataset_rows=1_000_003, sampling=scanners, batch_size=fetch_rows, fetch_factor=1)
+    known = plan_of(
+        dataset_rows=1_000_003,
+        sampling=MixtureOfScanners(16, block_size=block_size),
+        batch_size=fetch_rows,
+        fetch_factor=1,
     )
+    assert plan.order.block_size == block_size
+    np.testing.assert_array_equal(plan.fetch(3).rows, known.fetch(3).rows)
     stretches = np.diff(plan.fetch(0).rows) != 1
     assert stretches.sum() + 1 == -(-fetch_rows // block_size)
 
 
-def test_sized_scanners_follow_no_array_of_the_caller():
-    indices = np.array([5, 2, 9, 7])
-    scanners = MixtureOfScanners(4, active=2, indices=indices)
-    indices[:] = [0, 1, 3, 4]
-    assert sorted(_order(scanners.sized(4), 10)) == [2, 5, 7, 9]
-
-
-def test_scanners_that_depend_on_a_fetch_say_so():
-    with pytest.raises(OptionError, match=r"call sized\(fetch_rows\) first"):
-        _order(MixtureOfScanners(16, 4), 100)
+def test_more_scanners_than_there_are_cannot_be_active():
     with pytest.raises(OptionError, match="active 17 is more than the 16 scanners"):
         MixtureOfScanners(16, 17)
     with pytest.raises(OptionError, match="active must be"):
@@ -421,7 +411,7 @@ ALL_KINDS = {
 
 @pytest.mark.parametrize("sampling", ALL_KINDS.values(), ids=ALL_KINDS.keys())
 def test_planning_a_fetch_of_100_million_rows_takes_little_memory(sampling):
-    plan = Plan(dataset_rows=100_000_000, sampling=sampling, batch_size=64, fetch_factor=256, seed=1, epoch=1)
+    plan = plan_of(dataset_rows=100_000_000, sampling=sampling, batch_size=64, fetch_factor=256, seed=1, epoch=1)
     plan.fetch(0)  # compiles
     tracemalloc.start()
     try:
@@ -432,63 +422,34 @@ def test_planning_a_fetch_of_100_million_rows_takes_little_memory(sampling):
         tracemalloc.stop()
 
 
-def test_a_sampling_that_names_no_column_is_bound_as_it_is():
-    for sampling in ALL_KINDS.values():
-        assert sampling.bound(SimpleNamespace()) is sampling
-        assert sampling.sized(100) is sampling
-
-
-class PairsWithGaps(Streaming):
-    """Differs from Sampling in every attribute: pairs of rows of which the second is missing at times."""
-
-    shuffles_fetch, block_size, repeats, indices, set_size, unit, has_gaps = True, 4, True, (0, 1, 4, 5), 2, 2, True
-
-    def __init__(self, sizes=()) -> None:
-        self.__dict__["sizes"] = sizes
-
-    def n_rows(self, dataset_rows):
-        return dataset_rows // 2
-
-    def rows(self, start, stop, **kwargs):
-        return np.array([0, -1, 4, 5] * 25)[start:stop]
-
-    def sized(self, fetch_rows):
-        return self if self.sizes else PairsWithGaps((fetch_rows,))
-
-    def batched(self, batch_size):
-        return self if len(self.sizes) > 1 else PairsWithGaps((*self.sizes, batch_size))
-
-
-WRAPPERS = {  # and how they number rows
-    Unseen: (lambda sampling: Unseen(sampling=sampling, first=np.empty(0, np.int64), begin=0, end=50), 0),
-    Within: (lambda sampling: Within(sampling, RowSet.of(np.arange(100) >= 30)), 30),
-}
-
-
-@pytest.mark.parametrize("kind", WrappedSampling.__subclasses__())
-def test_a_wrapper_has_every_member_of_the_sampling_that_it_wraps(kind):
-    wrapped = PairsWithGaps()
-    wrapper, shift = WRAPPERS[kind][0](wrapped), WRAPPERS[kind][1]
-    attributes = {*Sampling.__annotations__}
-    for name in attributes:
-        assert getattr(wrapped, name) != getattr(Sampling, name)
-        if name != "indices" or kind is not Within:  # which gives its own
-            assert getattr(wrapper, name) == getattr(wrapped, name)
-    methods = {name for name in vars(Sampling) if not name.startswith("_")} - attributes - {"bound"}
-    assert all(getattr(kind, name) is not getattr(Sampling, name) for name in methods)
-    adapted = wrapper.sized(8).batched(4)
-    assert adapted.sampling.sizes == (8, 4)
-    assert adapted.sized(8).batched(4) is adapted
-    plan = Plan(dataset_rows=100, sampling=wrapper, batch_size=4, fetch_factor=2)
-    assert plan.n_rows == wrapped.n_rows({Unseen: 100, Within: 70}[kind])
-    rows = np.array([0, 4, 5]) + shift
-    np.testing.assert_array_equal(np.sort(np.unique(plan.fetch(0).rows)), rows)
-    assert plan.fetch(0).sets[:3].tolist() == [0, 1, 1]
+def test_a_view_and_the_rest_of_an_epoch_are_orders_like_the_one_that_they_are_of():
+    rows = np.array([0, 1, 4, 5] * 25)
+    whole = Order(
+        dataset_rows=70,
+        n_rows=50,
+        draw=lambda start, stop, seed, epoch: rows[start:stop],
+        block_size=4,
+        shuffles_fetch=True,
+        repeats=True,
+        unit=2,
+        set_size=2,
+        chosen=lambda: np.isin(np.arange(70), rows),
+    )
+    view = RowSet.of(np.arange(100) >= 30).ordered(whole)
+    rest = Plan(order=view, batch_size=4, fetch_factor=2).rest(3)
+    for order, n_rows in ((view, 50), (rest, 38)):
+        expected = replace(view, n_rows=n_rows, draw=order.draw, is_rest=order is rest)
+        assert vars(order) == vars(expected)
+        assert np.flatnonzero(order.chosen()).tolist() == [30, 31, 34, 35]
+        plan = Plan(order=order, batch_size=4, fetch_factor=2)
+        assert np.unique(plan.fetch(1).rows).tolist() == [30, 31, 34, 35]
+        assert plan.fetch(0).sets[:4].tolist() == [0, 0, 1, 1]
+    np.testing.assert_array_equal(rest.rows(4, 38, seed=0, epoch=0), rows[16:50] + 30)
 
 
 @pytest.mark.parametrize(("indices", "repeats"), [(None, False), ([3, 1, 2], False), ([3, 1, 3], True)])
 def test_streaming_says_whether_a_row_comes_twice(indices, repeats):
-    assert Streaming(indices=indices).repeats is repeats
+    assert Streaming(indices=indices).order(SimpleNamespace(n_obs=4), 2, 4).repeats is repeats
 
 
 def test_the_short_block_is_another_in_other_epochs():
@@ -578,7 +539,7 @@ def test_indices_that_are_no_rows_of_the_dataset_are_refused(kind):
             kind(indices=indices)
     for indices, bad in (([0, 10], 10), ([-1, 3], -1), ([2**40], 2**40)):
         with pytest.raises(OptionError, match=rf"row {bad}\b"):
-            kind(indices=indices).n_rows(10)
+            _order(kind(indices=indices), 10)
     if kind is not Streaming:
         with pytest.raises(OptionError, match=r"row 7\b"):
             kind(indices=[3, 7, 1, 7])

@@ -7,6 +7,7 @@ import pickle
 from collections import Counter
 from dataclasses import dataclass
 
+import helpers
 import numpy as np
 import pandas as pd
 import pytest
@@ -45,8 +46,11 @@ def table_of(sizes, seed=0) -> Table:
 
 
 def plan_of(sampling, table, batch_size, **options) -> Plan:
-    options = {"fetch_factor": 3} | options
-    return Plan(dataset_rows=table.n_obs, sampling=sampling.bound(table), batch_size=batch_size, **options)
+    return helpers.plan_of(sampling=sampling, table=table, batch_size=batch_size, **({"fetch_factor": 3} | options))
+
+
+def order_of(sampling, table, batch_size=8):
+    return sampling.order(table, batch_size, 3 * batch_size)
 
 
 def minibatches(plan, **options) -> list[list[list[int]]]:
@@ -75,12 +79,12 @@ SIZES = st.lists(st.integers(1, 60) | st.just(1000), min_size=1, max_size=6)
     sizes=SIZES,
     set_size=st.integers(1, 20) | st.just(100),
     per_minibatch=st.integers(1, 4),
-    rest=st.sampled_from(["drop", "keep", "fill"]),
+    rest=st.sampled_from(["drop", "fill"]),
     distinct=st.booleans(),
     world_size=st.integers(1, 3),
     seed=st.integers(0, 2**63),
 )
-@example(sizes=[1, 1000, 7], set_size=8, per_minibatch=2, rest="keep", distinct=True, world_size=2, seed=0)
+@example(sizes=[1, 1000, 7], set_size=8, per_minibatch=2, rest="fill", distinct=True, world_size=2, seed=0)
 def test_every_row_comes_once_in_whole_sets(sizes, set_size, per_minibatch, rest, distinct, world_size, seed):
     table, sampling = table_of(sizes, 1), CellSets("group", set_size, rest=rest, distinct=distinct)
     labels = table.columns["group"]
@@ -116,9 +120,8 @@ def test_every_row_comes_once_in_whole_sets(sizes, set_size, per_minibatch, rest
             continue
         assert {*rows.tolist()} <= counts.keys()
         assert of_group[group] == -(-size // set_size)
-        short = [size % set_size] if size % set_size else []
-        assert lengths == (short + [set_size] * (size // set_size) if rest == "keep" else [set_size] * of_group[group])
-        if rest == "fill" and size >= set_size:
+        assert lengths == [set_size] * of_group[group]
+        if size >= set_size:
             assert all(len({*each}) == set_size for each in found if labels[each[0]] == group)
             assert max(counts[row] for row in rows.tolist()) <= 2
 
@@ -194,7 +197,7 @@ def test_weights_by_label():
     sampling = CellSets(["line", "drug"], 10, weights=weights, epoch_sets=70, distinct=False)
     found = sets_of(plan_of(sampling, table, 20))
     assert Counter((line[each[0]], drug[each[0]]) for each in found) == {("A", "x"): 20, ("A", "y"): 40, ("B", "z"): 10}
-    assert plan_of(sampling, table, 20).sampling.counts.groups == 3
+    assert plan_of(sampling, table, 20).order.counts.groups == 3
 
 
 @given(
@@ -236,9 +239,10 @@ def test_a_missing_label_leaves_a_row_out_and_is_counted():
     line = pd.Categorical.from_codes([0, 0, -1, 1, 1, 1, 0, -1], ["A", "B"])
     number = np.array([1, 1, 1, 2, np.nan, 2, 1, np.nan])
     table = Table({"line": line, "number": number})
-    sampling = CellSets(["line", "number"], 2, rest="keep", least=3).bound(table)
-    assert sampling.indices.tolist() == [0, 1, 6]
-    counts = sampling.counts
+    sampling = CellSets(["line", "number"], 2, rest="fill", least=3)
+    order = order_of(sampling, table, 2)
+    assert np.flatnonzero(order.chosen()).tolist() == [0, 1, 6]
+    counts = order.counts
     assert (counts.groups, counts.rows, counts.sets) == (1, 3, 2)
     assert (counts.small_groups, counts.small_rows, counts.unlabelled_rows) == (1, 2, 3)
 
@@ -252,9 +256,7 @@ def test_groups_are_numbered_by_label():
     assert groups_of([], table.obs_column, 5).sizes.tolist() == [5]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"rest": "keep"}, {"rest": "fill"}, {"per_group": 4}, {"weights": "balanced"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"rest": "fill"}, {"per_group": 4}, {"weights": "balanced"}], ids=str)
 def test_an_epoch_resumes_with_any_number_of_ranks(options):
     table = table_of([30, 21, 100, 64])
     sampling = CellSets("group", 8, **options)
@@ -275,58 +277,59 @@ def test_an_epoch_resumes_with_any_number_of_ranks(options):
 
 
 def test_the_order_is_that_of_the_seed_and_the_epoch_in_any_slices():
-    table = table_of([300, 200, 50])
-    sampling = CellSets("group", 8).bound(table)
-    options = {"dataset_rows": 550, "seed": 7}
-    n_rows = sampling.n_rows(550)
-    whole = sampling.rows(0, n_rows, epoch=2, **options)
+    order = order_of(CellSets("group", 8), table_of([300, 200, 50]))
+    whole = order.rows(0, order.n_rows, epoch=2, seed=7)
     parts = [
-        pickle.loads(pickle.dumps(sampling)).rows(a, b, epoch=2, **options)
-        for a, b in itertools.pairwise([0, 3, 100, 257, n_rows])
+        pickle.loads(pickle.dumps(order)).rows(a, b, epoch=2, seed=7)
+        for a, b in itertools.pairwise([0, 3, 100, 257, order.n_rows])
     ]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
-    assert not np.array_equal(sampling.rows(0, n_rows, epoch=3, **options), whole)
-    assert not np.array_equal(sampling.rows(0, n_rows, epoch=2, dataset_rows=550, seed=8), whole)
+    assert not np.array_equal(order.rows(0, order.n_rows, epoch=3, seed=7), whole)
+    assert not np.array_equal(order.rows(0, order.n_rows, epoch=2, seed=8), whole)
 
 
 def test_epochs_that_are_planned_at_the_same_time_do_not_mix():
     """A thread that plans another epoch whenever this one has computed its order."""
-    table = table_of([300, 200, 50])
-    sampling = CellSets("group", 8).bound(table)
-    options = {"dataset_rows": 550, "seed": 7}
-    wanted = sampling.rows(0, 80, epoch=2, **options)
+    order, other = (order_of(CellSets("group", 8), table_of([300, 200, 50])) for _ in range(2))
+    wanted, sets = order.rows(0, 80, epoch=2, seed=7), order.draw.__self__
 
-    class Meddled(type(sampling)):
+    class Meddled(type(sets)):
         def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            if name == "_ordered":
-                super().__setattr__(name, (1, *CellSets("group", 8).bound(table)._sets(1)))
+            super().__setattr__(name, (1, *other.draw.__self__._sets(1)) if name == "_ordered" else value)
 
-    sampling.__class__ = Meddled
-    np.testing.assert_array_equal(sampling.rows(0, 80, epoch=2, **options), wanted)
+    sets.__class__ = Meddled
+    for epoch in (3, 2):
+        found = order.rows(0, 80, epoch=epoch, seed=7)
+    np.testing.assert_array_equal(found, wanted)
 
 
 TABLE = table_of([3, 5, 40])
 BAD = {
     "no columns": (lambda: CellSets([], 4), "group is an empty list"),
     "a column twice": (lambda: CellSets(["a", "a"], 4), "group lists 'a' more than once"),
-    "rest": (lambda: CellSets("group", 4, rest="pad"), "rest must be one of 'drop', 'keep', 'fill'"),
+    "rest": (lambda: CellSets("group", 4, rest="pad"), "rest must be one of 'drop', 'fill'"),
     "weights": (lambda: CellSets("group", 4, weights="equal"), "weights must be 'balanced' or a mapping"),
     "two rules": (lambda: CellSets("group", 4, weights="balanced", per_group=2), "give one of them"),
     "epoch_sets": (lambda: CellSets("group", 4, epoch_sets=2), "epoch_sets goes with weights"),
     "too large": (
-        lambda: CellSets("group", 50).bound(TABLE),
+        lambda: order_of(CellSets("group", 50), TABLE, 50),
         r"none of the 3 groups by group has 50 rows. The largest are group=2 \(40 rows\), group=1 \(5 rows\)",
     ),
-    "least": (lambda: CellSets("group", 5, least=41, rest="fill").bound(TABLE), "none of the 3 groups .* lower least"),
+    "least": (
+        lambda: order_of(CellSets("group", 5, least=41, rest="fill"), TABLE, 5),
+        "none of the 3 groups .* lower least",
+    ),
     "unlabelled": (
-        lambda: CellSets("group", 2).bound(Table({"group": pd.Categorical.from_codes([-1, -1], ["a"])})),
+        lambda: order_of(CellSets("group", 2), Table({"group": pd.Categorical.from_codes([-1, -1], ["a"])})),
         "none of the 2 rows has a label in group",
     ),
-    "an unknown label": (lambda: CellSets("group", 4, weights={7: 1}).bound(TABLE), "weights names 7, but no group"),
-    "a small group": (lambda: CellSets("group", 4, weights={0: 1}).bound(TABLE), "group=0, which has only 3 rows"),
-    "a weight": (lambda: CellSets("group", 4, weights={2: -1}).bound(TABLE), "weights has -1 for 2"),
-    "no weight": (lambda: CellSets("group", 4, weights={2: 0}).bound(TABLE), "every group has the weight 0"),
+    "an unknown label": (
+        lambda: order_of(CellSets("group", 4, weights={7: 1}), TABLE),
+        "weights names 7, but no group",
+    ),
+    "a small group": (lambda: order_of(CellSets("group", 4, weights={0: 1}), TABLE), "group=0, which has only 3 rows"),
+    "a weight": (lambda: order_of(CellSets("group", 4, weights={2: -1}), TABLE), "2 has the weight -1"),
+    "no weight": (lambda: order_of(CellSets("group", 4, weights={2: 0}), TABLE), "every group has the weight 0"),
     "too heavy": (
         lambda: plan_of(CellSets("group", 4, weights={1: 1, 2: 3}), TABLE, 8),
         r"no group can be more than 1/2 of all sets, but of 2 groups group=2 has 75.0% of the weight",
@@ -337,9 +340,7 @@ BAD = {
     ),
     "batch_size": (lambda: plan_of(CellSets("group", 4), TABLE, 10), "not a multiple of set_size 4, .* take 8 or 12"),
     "a small batch_size": (lambda: plan_of(CellSets("group", 4), TABLE, 2), "take 4"),
-    "unbound": (lambda: CellSets("group", 4).n_rows(48), "call bound"),
-    "another dataset": (lambda: CellSets("group", 4).bound(TABLE).n_rows(9), "of 48 rows, .* has 9"),
-    "fractions": (lambda: CellSets("x", 2).bound(Table({"x": np.array([0.5, 1])})), "obs column 'x' holds float64"),
+    "fractions": (lambda: order_of(CellSets("x", 2), Table({"x": np.array([0.5, 1])})), "obs column 'x' holds float64"),
     "ranks": (lambda: plan_of(CellSets("group", 20), TABLE, 20, world_size=3), "2 units of 20 rows cannot be divided"),
 }
 

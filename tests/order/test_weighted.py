@@ -14,12 +14,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
+from helpers import plan_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
 from zloader.order.permutation import key_of, mix
-from zloader.order.plan import Plan
 from zloader.order.shuffling import stratified
 from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
 from zloader.selecting.columns import ObsColumn
@@ -33,13 +33,11 @@ EPOCHS = st.integers(0, 1000)
 CUTS = st.lists(st.integers(0, 700), max_size=5)
 
 
-def _order(sampling, dataset_rows, *, seed=0, epoch=0, cuts=()):
+def _order(sampling, dataset_rows, *, table=None, seed=0, epoch=0, cuts=()):
     """The whole order of an epoch, computed in slices between `cuts`."""
-    n_rows = sampling.n_rows(dataset_rows)
-    bounds = [0, *sorted(cut % (n_rows + 1) for cut in cuts), n_rows]
-    slices = itertools.pairwise(bounds)
-    options = {"dataset_rows": dataset_rows, "seed": seed, "epoch": epoch}
-    return np.concatenate([sampling.rows(start, stop, **options) for start, stop in slices])
+    order = sampling.order(table or SimpleNamespace(n_obs=dataset_rows), 64, 16_384)
+    bounds = [0, *sorted(cut % (order.n_rows + 1) for cut in cuts), order.n_rows]
+    return np.concatenate([order.rows(*bound, seed=seed, epoch=epoch) for bound in itertools.pairwise(bounds)])
 
 
 def _is_as_expected(counts, weights):
@@ -54,7 +52,7 @@ def _is_as_expected(counts, weights):
 
 def _table(**columns):
     """A dataset with these obs columns."""
-    return SimpleNamespace(obs_column=columns.__getitem__)
+    return SimpleNamespace(obs_column=columns.__getitem__, n_obs=len(next(iter(columns.values())).values))
 
 
 def _typed(codes, labels):
@@ -188,7 +186,7 @@ def test_heavy_rows_do_not_come_in_bursts():
     """With few heavy rows among many light rows, a fetch has nearly as many distinct rows as with single draws."""
     rng = np.random.Generator(np.random.PCG64(2))
     weights = np.where(rng.random(100_000) < 0.02, 50.0, 1.0)
-    rows = BlockWeightedSampling(weights, block_size=64).rows(0, 8192, dataset_rows=100_000, seed=0, epoch=0)
+    rows = _order(BlockWeightedSampling(weights, block_size=64), 100_000)[:8192]
     chances = weights / weights.sum()
     expected = (1 - (1 - chances) ** 8192).sum()
     assert len(np.unique(rows)) > 0.9 * expected
@@ -210,7 +208,7 @@ def test_without_replacement_no_row_comes_twice(weights, block_size, seed, epoch
     assert np.asarray(weights)[order].all()
     more = options | {"total_size": int(sum(weights) / max(weights) * (1 + 1e-6)) + 1}
     with pytest.raises(OptionError, match=r"no row comes twice, but one .* lower total_size to \d+, or draw with repl"):
-        BlockWeightedSampling(weights, **more)
+        _order(BlockWeightedSampling(weights, **more), len(weights))
 
 
 def test_without_replacement_rows_come_as_often_as_they_weigh():
@@ -227,7 +225,7 @@ def test_classes_are_drawn_alike_and_rows_of_a_class_too():
     codes = np.repeat([0, 1, -1, 2, 3], [500, 40, 30, 8, 100])
     codes = codes[np.random.Generator(np.random.PCG64(3)).permutation(len(codes))]
     sampling = ClassBalancedSampling("type", block_size=8, total_size=80_000)
-    order = _order(sampling.bound(_typed(codes, list("abcd"))), len(codes))
+    order = _order(sampling, len(codes), table=_typed(codes, list("abcd")))
     assert _is_as_expected(np.bincount(codes[order], minlength=4), np.ones(4))
     for code in range(4):
         of_class = np.bincount(order[codes[order] == code], minlength=len(codes))
@@ -254,32 +252,35 @@ def test_labels_of_any_kind_are_classes(labels):
 
 def test_rows_without_a_label_do_not_count():
     sampling = ClassBalancedSampling(["a", None, "b", "a"])
-    assert sampling.n_rows(4) == 3
-    assert set(_order(sampling, 4, epoch=1).tolist()) <= {0, 2, 3}
+    order = _order(sampling, 4, epoch=1).tolist()
+    assert len(order) == 3
+    assert {*order} <= {0, 2, 3}
 
 
 def test_weights_of_labels_are_those_of_their_rows():
     codes = [0, 1, 2, 1, -1, 0]
     by_label = BlockWeightedSampling({"a": 2.0, "c": 5}, column="type", block_size=2, total_size=40)
     by_row = BlockWeightedSampling([2.0, 0, 5, 0, 0, 2], block_size=2, total_size=40)
-    np.testing.assert_array_equal(_order(by_label.bound(_typed(codes, list("abc"))), 6), _order(by_row, 6))
+    np.testing.assert_array_equal(_order(by_label, 6, table=_typed(codes, list("abc"))), _order(by_row, 6))
 
 
 # ---- with indices, ranks, epochs, processes
 
 
-def test_indices_are_the_rows_that_weigh_something():
-    by_label = BlockWeightedSampling({"a": 2.0}, column="type").bound(_typed([0, 1, 2, 1, -1, 0], list("abc")))
-    balanced = ClassBalancedSampling("type").bound(_typed([0, 1, 2, 1, -1, 0], list("abc")))
-    assert (by_label.indices.tolist(), balanced.indices.tolist()) == ([0, 5], [0, 1, 2, 3, 5])
-    assert BlockWeightedSampling(np.ones(100)).indices is None
+def test_the_rows_that_weigh_something_are_chosen():
+    table = _typed([0, 1, 2, 1, -1, 0], list("abc"))
+    by_label = BlockWeightedSampling({"a": 2.0}, column="type").order(table, 2, 4)
+    balanced = ClassBalancedSampling("type").order(table, 2, 4)
+    assert np.flatnonzero(by_label.chosen()).tolist() == [0, 5]
+    assert np.flatnonzero(balanced.chosen()).tolist() == [0, 1, 2, 3, 5]
+    assert BlockWeightedSampling(np.ones(6)).order(table, 2, 4).chosen is None
 
 
 @given(weights=WEIGHTS, world_size=st.integers(1, 4), total=st.integers(20, 90))
 def test_ranks_and_workers_share_out_the_draws(weights, world_size, total):
     weights = [*weights, *[1.0] * 90]
     sampling = BlockWeightedSampling(weights, block_size=3, total_size=total)
-    plan = Plan(dataset_rows=len(weights), sampling=sampling, batch_size=4, fetch_factor=2, world_size=world_size)
+    plan = plan_of(dataset_rows=len(weights), sampling=sampling, batch_size=4, fetch_factor=2, world_size=world_size)
     dealt = []
     for rank, worker in itertools.product(range(world_size), range(2)):
         of_rank = dataclasses.replace(plan, rank=rank)
@@ -298,8 +299,7 @@ def test_epochs_and_seeds_differ(replace):
 @pytest.mark.parametrize("replace", [True, False])
 def test_a_plan_of_draws_sweeps_only_where_no_row_comes_twice(replace):
     sampling = BlockWeightedSampling(np.ones(40), block_size=4, replace=replace)
-    assert sampling.repeats is replace
-    assert Plan(dataset_rows=40, sampling=sampling, batch_size=4, fetch_factor=2).sweeps is not replace
+    assert plan_of(dataset_rows=40, sampling=sampling, batch_size=4, fetch_factor=2).sweeps is not replace
 
 
 def test_a_pickled_sampling_draws_the_same():
@@ -312,13 +312,13 @@ def test_a_pickled_sampling_draws_the_same():
 def test_a_table_holds_a_quarter_of_a_byte_a_row_and_a_fetch_little():
     weights = np.random.Generator(np.random.PCG64(4)).random(1_000_000).astype(np.float32)
     plan = {"dataset_rows": len(weights), "batch_size": 64, "fetch_factor": 256}
-    Plan(sampling=BlockWeightedSampling(weights), **plan).fetch(0)  # compiles
+    plan_of(sampling=BlockWeightedSampling(weights), **plan).fetch(0)  # compiles
     tracemalloc.start()
     try:
-        sampling = BlockWeightedSampling(weights, block_size=64)
+        made = plan_of(sampling=BlockWeightedSampling(weights, block_size=64), **plan)
         assert tracemalloc.get_traced_memory()[0] < 18 * len(weights) / 64  # a float64 and an index per 64 rows
         tracemalloc.reset_peak()
-        Plan(sampling=sampling, **plan).fetch(3)
+        made.fetch(3)
         assert tracemalloc.get_traced_memory()[1] < 2_500_000
     finally:
         tracemalloc.stop()
@@ -326,43 +326,53 @@ def test_a_table_holds_a_quarter_of_a_byte_a_row_and_a_fetch_little():
 
 # ---- invalid options
 
+
+def _bad(sampling, table=None, n_rows=1):
+    """Makes a sampling, and its order for a table."""
+    return lambda: _order(sampling(), n_rows, table=table)
+
+
 BAD = {
-    "negative weight": (lambda: BlockWeightedSampling([1.0, -1.0]), "weight 1 is -1.0"),
-    "too large": (lambda: BlockWeightedSampling([1e308] * 9), "add up to inf"),
-    "too large together": (lambda: BlockWeightedSampling([1e308] * 9, block_size=1), "add up to inf"),
-    "too small": (lambda: BlockWeightedSampling([5e-324]), "add up to 5e-324"),
-    "nothing weighs": (lambda: BlockWeightedSampling([0.0, 0.0]), "no row"),
-    "table": (lambda: BlockWeightedSampling([[1.0]]), "shape"),
+    "negative weight": (_bad(lambda: BlockWeightedSampling([1.0, -1.0]), n_rows=2), "weight 1 is -1.0"),
+    "NaN": (_bad(lambda: BlockWeightedSampling([np.nan])), "weight 0 is nan"),
+    "too large": (_bad(lambda: BlockWeightedSampling([1e308] * 9), n_rows=9), "add up to inf"),
+    "too large together": (_bad(lambda: BlockWeightedSampling([1e308] * 9, block_size=1), n_rows=9), "add up to inf"),
+    "too small": (_bad(lambda: BlockWeightedSampling([5e-324])), "add up to 5e-324"),
+    "nothing weighs": (_bad(lambda: BlockWeightedSampling([0.0, 0.0]), n_rows=2), "no row"),
+    "table": (lambda: BlockWeightedSampling([[1.0]]), "one number per row"),
+    "words": (_bad(lambda: BlockWeightedSampling(["1"])), "one number per row"),
     "mapping without column": (lambda: BlockWeightedSampling({"a": 1}), "column"),
     "column without mapping": (lambda: BlockWeightedSampling([1.0], column="type"), "mapping"),
     "replace": (lambda: BlockWeightedSampling([1.0], replace=None), "replace"),
     "a negative weight of a label": (
-        lambda: BlockWeightedSampling({"a": -1}, column="type").bound(_typed([0], ["a"])),
-        "-1 for 'a'",
+        _bad(lambda: BlockWeightedSampling({"a": -1}, column="type"), _typed([0], ["a"])),
+        "'a' has the weight -1",
     ),
     "words as weights of labels": (
-        lambda: BlockWeightedSampling({"a": "1"}, column="type").bound(_typed([0], ["a"])),
-        "'1' for 'a'",
+        _bad(lambda: BlockWeightedSampling({"a": "1"}, column="type"), _typed([0], ["a"])),
+        "'a' has the weight '1'",
     ),
     "no column or labels": (lambda: ClassBalancedSampling(None), "labels must be .* not None"),
     "a table of labels": (lambda: ClassBalancedSampling([[1, 2]]), "labels must be"),
-    "fractions as classes": (lambda: ClassBalancedSampling([0.5, 1.5]), "float64"),
+    "fractions as classes": (_bad(lambda: ClassBalancedSampling([0.5, 1.5])), "float64"),
     "fractions in a column": (
-        lambda: ClassBalancedSampling("age").bound(_table(age=ObsColumn(values=np.array([0.5, 1.5])))),
+        _bad(lambda: ClassBalancedSampling("age"), _table(age=ObsColumn(values=np.array([0.5, 1.5])))),
         "'age' holds float64",
     ),
-    "no labels": (lambda: ClassBalancedSampling([None, None]), "no row"),
+    "no labels": (_bad(lambda: ClassBalancedSampling([None, None])), "no row"),
     "unknown label": (
-        lambda: BlockWeightedSampling({"d": 1}, column="type").bound(_typed([0], ["a"])),
+        _bad(lambda: BlockWeightedSampling({"d": 1}, column="type"), _typed([0], ["a"])),
         "'d'.*'type'.*'a'",
     ),
     "weights of numbers": (
-        lambda: BlockWeightedSampling({1: 1}, column="n").bound(_table(n=ObsColumn(values=np.arange(3)))),
+        _bad(lambda: BlockWeightedSampling({1: 1}, column="n"), _table(n=ObsColumn(values=np.arange(3)))),
         "'n' holds numbers",
     ),
-    "another dataset": (lambda: BlockWeightedSampling([1.0, 1.0]).n_rows(3), "2 rows.* 3"),
-    "unbound": (lambda: ClassBalancedSampling("type").n_rows(3), "bound"),
-    "unbound weights": (lambda: BlockWeightedSampling({"a": 1}, column="type").n_rows(3), "bound"),
+    "another dataset": (_bad(lambda: BlockWeightedSampling([1.0, 1.0]), n_rows=3), "2 rows.* 3"),
+    "a block larger than a fetch": (
+        lambda: plan_of(sampling=ClassBalancedSampling([0] * 80), dataset_rows=80, batch_size=8, fetch_factor=2),
+        "block_size 64",
+    ),
 }
 
 
@@ -370,9 +380,3 @@ BAD = {
 def test_options_that_make_no_sense_are_refused(make, message):
     with pytest.raises(OptionError, match=message):
         make()
-
-
-def test_a_block_larger_than_a_fetch_is_refused_also_once_bound():
-    sampling = ClassBalancedSampling("type", block_size=64).bound(_typed([0, 1] * 40, ["a", "b"]))
-    with pytest.raises(OptionError, match="block_size 64"):
-        Plan(dataset_rows=80, sampling=sampling, batch_size=8, fetch_factor=2)

@@ -13,7 +13,7 @@ import anndata
 import numpy as np
 import pytest
 from fake_source import FakeSource, Fault
-from helpers import counts, fetch_options, offsets_in_memory, write_store
+from helpers import counts, fetch_options, offsets_in_memory, plan_of, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.caching.rows_file import Mirror, open_rows
 from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadError
-from zloader.order.plan import Fetch, Plan
+from zloader.order.plan import Fetch
 from zloader.reading import gather
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
@@ -74,7 +74,7 @@ def run(part, source, fetches, *, mirror=None, options=None):
 
 def plan(**options) -> list[Fetch]:
     sizes = {"batch_size": 8, "fetch_factor": 4, "sampling": zl.BlockShuffling(4)}
-    whole = Plan(dataset_rows=300, **(sizes | options))
+    whole = plan_of(dataset_rows=300, **(sizes | options))
     return [whole.fetch(number) for number in range(whole.n_fetches)]
 
 

@@ -7,10 +7,9 @@ import tracemalloc
 import numpy as np
 import pytest
 import scipy.sparse
-from helpers import counts, write_store
+from helpers import counts, plan_of, write_store
 
 import zloader as zl
-from zloader.order.plan import Plan
 from zloader.reading import gather
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
@@ -68,7 +67,7 @@ def epoch_of(dataset, names, *, batch_size, fetch_factor, dense=False, memory="2
     matrices = {name: dataset.matrices.parts(name, options) for name in names}
     scheduler = FetchScheduler(Recipe(x=matrices, form=Form(dense=dense, dtype="float64")), options, pool)
     budget = scheduler._room = CountedBudget(options.buffer_bytes)
-    plan = Plan(dataset_rows=N_ROWS, sampling=zl.Streaming(), batch_size=batch_size, fetch_factor=fetch_factor)
+    plan = plan_of(dataset_rows=N_ROWS, sampling=zl.Streaming(), batch_size=batch_size, fetch_factor=fetch_factor)
     bridge = scheduler.start(plan.fetches(), name="test")
     while group := bridge.next_group():
         groups.append((len(group), sum(minibatch.nbytes for minibatch in group)))

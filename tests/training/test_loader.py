@@ -402,7 +402,7 @@ def test_bad_options_are_refused_when_the_loader_is_made(store, options, error, 
 def test_sizes_of_numpy_are_numbers(store):
     dataset = zl.open_dataset(store)
     plan = zl.Loader(dataset, batch_size=np.uint8(64), fetch_factor=np.int8(8)).plan(0)
-    assert (plan.fetch_rows, plan.sampling.block_size) == (512, 64)
+    assert (plan.fetch_rows, plan.order.block_size) == (512, 64)
 
 
 def test_set_epoch_refuses_nonsense(store):

@@ -80,7 +80,7 @@ class InfoFlags:
     def order(self, block_size: int) -> dict[str, Any]:
         """The sampling and the controls of a Loader."""
         from zloader.order.cell_sets import CellSets
-        from zloader.order.controls import MatchedControls
+        from zloader.order.companions import MatchedControls
         from zloader.order.shuffling import stratified
 
         if self.match and self.controls is None:

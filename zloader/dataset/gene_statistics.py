@@ -176,8 +176,8 @@ class StatisticsPass:
     def _summed(self, recipe: Recipe, sum_up: SumUp, title: str) -> Numbers:
         from zloader.common.progress import progress_bars  # imports rich
 
-        rows = self.table.sampled(Streaming())
-        plan = Plan(dataset_rows=self.dataset_rows, sampling=rows, batch_size=_PART_ROWS, fetch_factor=_PARTS)
+        order = self.table.ordered(Streaming(), batch_size=_PART_ROWS, fetch_rows=_PART_ROWS * _PARTS)
+        plan = Plan(order=order, batch_size=_PART_ROWS, fetch_factor=_PARTS)
         scheduler = FetchScheduler(recipe, self.options, BufferPool())
         merged: dict[int, Any] = {}
         with progress_bars(shown=self.progress, unit="rows") as bars:

@@ -28,8 +28,8 @@ from zloader.dataset.obs import NAME_BYTES, Observations, ObsFrame, require_fram
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.dataset.views import AllRows, RowSet
-from zloader.order.neighbors import GraphWindow
-from zloader.order.sampling import Sampling
+from zloader.order.companions import GraphWindow
+from zloader.order.sampling import Order, Sampling
 from zloader.order.shuffling import as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.rows import RowChoice, positions_of
@@ -278,9 +278,13 @@ class Table:
         """
         return self.matrices.read_rows(self._rows_of_whole(rows), x=x, options=options or _DEFAULTS)
 
-    def sampled(self, sampling: Sampling) -> Sampling:
-        """A sampling of these rows as a sampling of the rows of `whole`."""
-        return self._rows.sampled(sampling)
+    def ordered(self, sampling: Sampling, *, batch_size: int, fetch_rows: int) -> Order:
+        """The order that a sampling gives these rows, as an order of the rows of `whole`."""
+        dataset: Any = self  # its subclass Dataset also chooses groups of rows
+        order = sampling.order(dataset, batch_size, fetch_rows)
+        if not isinstance(order, Order):
+            raise OptionError(f"order of {sampling} must return a zl.Order, not {order!r:.100}")
+        return self._rows.ordered(order)
 
     def _rows_of_whole(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
         """Row numbers of `whole` for rows of this dataset. Raises OptionError for a row that does not exist."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows, windows_of
 from zloader.dataset.store import OpenedStore
-from zloader.order.sampling import Sampling, WrappedSampling
+from zloader.order.sampling import Order
 from zloader.order.shuffling import as_array, checked_once
 from zloader.selecting.columns import Column, ObsColumn
 from zloader.selecting.expressions import Mask, row_test
@@ -104,9 +105,20 @@ class RowSet:
         """These rows of an obs column of all rows. Its categories stay those of all rows."""
         return replace(of_all, values=self.taken(of_all.values))
 
-    def sampled(self, sampling: Sampling) -> Sampling:
-        """A sampling of these rows as a sampling of all rows."""
-        return Within(sampling, self)
+    def ordered(self, order: Order) -> Order:
+        """An order of these rows as an order of all rows."""
+        return replace(
+            order, dataset_rows=self.n_all, draw=partial(self._drawn, order), chosen=partial(self._may_come, order)
+        )
+
+    def _drawn(self, order: Order, start: int, stop: int, seed: int, epoch: int) -> Rows:
+        return self.numbers(order.rows(start, stop, seed=seed, epoch=epoch))
+
+    def _may_come(self, order: Order) -> Mask:
+        mask = self.mask()
+        if order.chosen is not None:
+            mask[mask] = order.chosen()
+        return mask
 
     def taken(self, values: NDArray[Any]) -> NDArray[Any]:
         """`values[self.mask()]` of an array with one entry per row."""
@@ -165,27 +177,7 @@ class AllRows:
         """What is asked for in all rows is what was given."""
         return given
 
-    column = sampled = taken = numbers = positions = narrowed = _itself
-
-
-@dataclass(frozen=True, eq=False)
-class Within(WrappedSampling):
-    """A sampling of the rows of a view, numbered from 0, as a sampling of rows of the whole dataset."""
-
-    chosen: RowSet
-
-    @property
-    def indices(self) -> Rows:  # type: ignore[override]
-        """The rows of the whole dataset that the sampling draws from."""
-        positions = self.sampling.indices
-        return self.chosen.all_numbers() if positions is None else self.chosen.numbers(np.asarray(positions))
-
-    def n_rows(self, dataset_rows: int) -> int:
-        return self.sampling.n_rows(len(self.chosen))
-
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        options = {"dataset_rows": len(self.chosen), "seed": seed, "epoch": epoch}
-        return self._renumbered(self.chosen.numbers, start, stop, **options)
+    column = ordered = taken = numbers = positions = narrowed = _itself
 
 
 def rows_matching(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> RowSet:
@@ -206,7 +198,6 @@ def rows_matching(condition: Condition, column: Column, n_rows: int, names: Sequ
         return RowSet.of(chosen)
     if chosen.shape != (0,):
         rows = checked_once(chosen)
-        assert rows is not None
         if rows[0] < 0 or rows[-1] >= n_rows:
             bad = rows[0] if rows[0] < 0 else rows[-1]
             raise OptionError(f"row {bad} does not exist: the rows are 0 to {n_rows - 1}")

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.records import Rows
-from zloader.dataset.views import RowSet, Within
+from zloader.dataset.views import RowSet
 from zloader.order.permutation import permute, words_at
 from zloader.order.plan import Fetch, Plan
 
@@ -104,13 +104,13 @@ def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, p
     if not isinstance(plan, Plan):
         raise OptionError(f"quality measures the plan of an epoch, such as loader.plan(0), not {plan!r:.100}")
     plan = replace(plan, companions=None)
-    codes = _codes(labels, plan)
-    chosen = _chosen_rows(plan)
+    chosen = None if plan.order.chosen is None else RowSet.of(plan.order.chosen())
+    codes = _codes(labels, plan, chosen)
     stretches = [_stretch(plan, numbers) for numbers in _examined(plan)]
     rows = np.concatenate([rows for rows, _ in stretches])
     if not len(rows):
         raise OptionError(f"the plan has no full minibatch of {plan.batch_size} rows: lower batch_size")
-    n_rows = plan.dataset_rows if chosen is None else len(chosen)
+    n_rows = plan.order.dataset_rows if chosen is None else len(chosen)
     positions = rows if chosen is None else chosen.positions(rows)
     of_stretches = np.split(positions, np.cumsum([len(rows) for rows, _ in stretches])[:-1])
     entropies = _entropies(codes[rows])
@@ -128,35 +128,22 @@ def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, p
     )
 
 
-def _codes(labels: Any, plan: Plan) -> NDArray[Any]:
+def _codes(labels: Any, plan: Plan, chosen: RowSet | None) -> NDArray[Any]:
     """One integer per row, equal for equal labels."""
     column = labels if isinstance(labels, _COLUMNS) else np.asarray(labels)
-    if column.shape != (plan.dataset_rows,):
-        if isinstance(plan.sampling, Within) and column.shape == (len(plan.sampling.chosen),):
+    n_rows = plan.order.dataset_rows
+    if column.shape != (n_rows,):
+        if chosen is not None and column.shape == (len(chosen),):
             raise OptionError(
-                f"these are the labels of the {len(column)} rows of a view, but the labels of all {plan.dataset_rows} "
-                "rows of the whole dataset are needed: give view.whole.obs_column(NAME).values"
+                f"these are the labels of the {len(column)} rows of a view, but the labels of all {n_rows} rows of the "
+                "whole dataset are needed: give view.whole.obs_column(NAME).values"
             )
-        raise OptionError(
-            f"give one label for each of the {plan.dataset_rows} rows, not an array of shape {column.shape}"
-        )
+        raise OptionError(f"give one label for each of the {n_rows} rows, not an array of shape {column.shape}")
     if pd.api.types.is_float_dtype(column.dtype):
         raise OptionError(f"labels must be strings, categories or whole numbers, not {column.dtype}")
     if isinstance(column, np.ndarray) and column.dtype.kind in "biu":
         return column
     return np.asarray(pd.factorize(column)[0])
-
-
-def _chosen_rows(plan: Plan) -> RowSet | None:
-    """The rows that the plan samples from, at one bit per row; None for all rows of the dataset."""
-    if isinstance(plan.sampling, Within) and plan.sampling.sampling.indices is None:
-        return plan.sampling.chosen
-    indices = plan.sampling.indices
-    if indices is None:
-        return None
-    mask = np.zeros(plan.dataset_rows, bool)
-    mask[np.asarray(indices)] = True
-    return RowSet.of(mask)
 
 
 def _examined(plan: Plan) -> Iterator[range]:

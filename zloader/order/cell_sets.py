@@ -8,22 +8,23 @@ rows by group takes 4 bytes per row.
 
 from __future__ import annotations
 
-import copy
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import is_number, one_or_more, require_count, require_flag, require_one_of
+from zloader.common.checks import one_or_more, require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.order.permutation import dealt, key_of, permute_each, shared_out
-from zloader.order.sampling import Sampling, Table
+from zloader.order.sampling import Order, Sampling, Table
+from zloader.order.shuffling import mask_of
+from zloader.order.weighted import require_weight
 from zloader.selecting.columns import Column
 from zloader.selecting.groups import Groups, groups_of, sorted_rows
 
@@ -48,8 +49,8 @@ class CellSets(Sampling):
             comes once per epoch.
         replace: Whether a group with too few rows for `per_group` or `weights` begins anew within the epoch. With
             False, `per_group` is the most sets of a group, and `weights` that ask for more are refused. Default: True.
-        rest: What becomes of the rows that are left over when a group is cut into sets: `"drop"` (the default),
-            `"keep"` for a shorter set, or `"fill"` to fill the set up with rows that come a second time.
+        rest: What becomes of the rows that are left over when a group is cut into sets: `"drop"` (the default), or
+            `"fill"` to fill the set up with rows that come a second time.
         least: Groups of fewer rows are left out. Default: `set_size` with `rest="drop"`, else 1.
         weights: How often groups come: `"balanced"` for all equally often, or a mapping from labels to weights, such as
             `{"T": 1, "NK": 3}`. With several columns the keys are tuples of labels. Groups that are not listed never
@@ -79,7 +80,7 @@ class CellSets(Sampling):
     _: KW_ONLY
     per_group: int | None = None
     replace: bool = True
-    rest: Literal["drop", "keep", "fill"] = "drop"
+    rest: Literal["drop", "fill"] = "drop"
     least: int | None = None
     weights: Literal["balanced"] | Mapping[Any, float] | None = None
     epoch_sets: int | None = None
@@ -92,7 +93,7 @@ class CellSets(Sampling):
             if getattr(self, name) is not None:
                 require_count(**{name: getattr(self, name)})
         require_flag(replace=self.replace, distinct=self.distinct)
-        require_one_of(["drop", "keep", "fill"], rest=self.rest)
+        require_one_of(["drop", "fill"], rest=self.rest)
         if self.weights is not None and self.weights != BALANCED and not isinstance(self.weights, Mapping):
             raise OptionError(f"weights must be 'balanced' or a mapping from labels, not {self.weights!r:.100}")
         if self.weights is not None and self.per_group is not None:
@@ -100,17 +101,21 @@ class CellSets(Sampling):
         if self.epoch_sets is not None and self.weights is None:
             raise OptionError("epoch_sets goes with weights=; without them, give per_group=")
 
-    def bound(self, dataset: Table) -> BoundCellSets:
-        """The sampling of the groups of a dataset."""
-        return BoundCellSets(self, dataset)
-
-    def n_rows(self, dataset_rows: int) -> int:
-        """Raises OptionError, because the groups are not known yet."""
-        raise OptionError(f"{self} does not know its groups yet: call bound(dataset) first, as the Loader does")
-
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """Raises OptionError, because the groups are not known yet."""
-        raise OptionError(f"{self} does not know its groups yet: call bound(dataset) first, as the Loader does")
+    def order(self, dataset: Table, batch_size: int, fetch_rows: int) -> SetOrder:
+        per_minibatch = whole_sets(batch_size, int(self.set_size))
+        sets = _Sets(self, dataset, per_minibatch if self.distinct else 1)
+        log.info("sets of %d rows by %s: %s", self.set_size, ", ".join(self.group), sets.counts)
+        return SetOrder(
+            dataset_rows=dataset.n_obs,
+            n_rows=sets.n_sets * sets.size,
+            draw=sets.drawn,
+            repeats=self.rest == "fill" or self.per_group is not None or self.weights is not None,
+            unit=sets.size * (1 if self.weights is None else sets.per_minibatch),
+            set_size=sets.size,
+            chosen=None if sets.counts.rows == dataset.n_obs else partial(mask_of, sets.rows, dataset.n_obs),
+            group=list(self.group),
+            counts=sets.counts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,92 +130,59 @@ class SetCounts:
     unlabelled_rows: int
 
 
-class BoundCellSets(Sampling):
-    """The sets of a dataset's groups: a CellSets that knows its rows.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SetOrder(Order):
+    """An order of sets, with the obs columns in which the rows of a set agree."""
 
-    The unit is a set, or all sets of a minibatch, with weights and `distinct`. With `rest="keep"`, gaps stand at the
-    end of a set that is kept short.
-    """
+    group: Sequence[str]
+    counts: SetCounts
 
-    set_size: int
 
-    def __init__(self, options: CellSets, dataset: Table) -> None:
-        self.options, self.set_size = options, int(options.set_size)
-        self.has_gaps = options.rest == "keep"
-        self.repeats = options.rest == "fill" or options.per_group is not None or options.weights is not None
+class _Sets:
+    """The sets of a dataset's groups, with `per_minibatch` sets of different groups in a minibatch, if possible."""
+
+    def __init__(self, options: CellSets, dataset: Table, per_minibatch: int) -> None:
+        self._options, self.size, self.per_minibatch = options, int(options.set_size), per_minibatch
         groups = groups_of(list(options.group), dataset.obs_column, dataset.n_obs, row_bytes=_ROW_BYTES)
-        self._dataset_rows, self.unit = dataset.n_obs, self.set_size
         chosen = _chosen(groups, options, dataset.obs_column)
         weights = _weights(groups, chosen, options, dataset.obs_column)
         if weights is not None:
             chosen, weights = chosen[weights > 0], weights[weights > 0]
-        self._weights = weights
-        self._sizes = groups.sizes[chosen]
-        self._rows, self._begins = sorted_rows(groups, chosen)
-        self._per_pass = self._sizes // self.set_size if options.rest == "drop" else -(-self._sizes // self.set_size)
-        self._n_sets = (
-            int(self._counts(0).sum()) if weights is None else int(options.epoch_sets or self._per_pass.sum())
-        )
-        self._named = [groups.named(group, dataset.obs_column) for group in _heaviest(chosen, weights)]
-        self._sets_per_minibatch = 1
+        self._weights, self._sizes = weights, groups.sizes[chosen]
+        self.rows, self._begins = sorted_rows(groups, chosen)
+        self._per_pass = self._sizes // self.size if options.rest == "drop" else -(-self._sizes // self.size)
         self._ordered: tuple[int, NDArray[np.int32], Rows] | None = None  # the key of an epoch, and its sets
+        if weights is None:
+            self.n_sets = int(self._counts(0).sum())
+        else:
+            wanted = int(options.epoch_sets or self._per_pass.sum())
+            self.n_sets = -(-wanted // per_minibatch) * per_minibatch
+            self._require_distinct(weights, groups.named(int(chosen[np.argmax(weights)]), dataset.obs_column))
         small = np.flatnonzero(groups.complete & (groups.sizes < _least(options)))
         self.counts = SetCounts(
             groups=len(chosen),
-            rows=len(self._rows),
-            sets=self._n_sets,
+            rows=len(self.rows),
+            sets=self.n_sets,
             small_groups=len(small),
             small_rows=int(groups.sizes[small].sum()),
             unlabelled_rows=int(groups.sizes[~groups.complete].sum()),
         )
-        self._require_sets_without_replacement()
-        log.info("sets of %d rows by %s: %s", self.set_size, ", ".join(options.group), self.counts)
 
-    def __repr__(self) -> str:
-        return f"{self.options} of {self.counts.groups} groups"
-
-    @property
-    def indices(self) -> Rows | None:  # type: ignore[override]
-        """The rows of all groups, ascending; None for all rows of the dataset."""
-        if len(self._rows) == self._dataset_rows:
-            return None
-        rows: Rows = np.sort(self._rows).astype(np.int64)
-        return rows
-
-    def batched(self, batch_size: int) -> BoundCellSets:
-        """The sampling of minibatches of `batch_size` rows. Raises OptionError for sizes that do not fit together."""
-        n_sets = whole_sets(batch_size, self.set_size)
-        batched = copy.copy(self)  # even if nothing changes, so that each plan keeps the order of its own epoch
-        batched._ordered = None
-        if not self.options.distinct:
-            return batched
-        batched._sets_per_minibatch = n_sets
-        if self._weights is not None:
-            self._require_distinct(n_sets)
-            batched.unit = n_sets * self.set_size
-            batched._n_sets = -(-batched._n_sets // n_sets) * n_sets
-            batched._require_sets_without_replacement()
-        return batched
-
-    def _require_distinct(self, n_sets: int) -> None:
-        assert self._weights is not None
-        heaviest, whole = int(self._weights.max()), int(self._weights.sum())
-        if n_sets * heaviest > whole:
+    def _require_distinct(self, weights: Rows, heaviest: str) -> None:
+        """Raises OptionError if weights ask for a group twice in a minibatch, or for more sets than it may have."""
+        share, n_sets = int(weights.max()) / int(weights.sum()), self.per_minibatch
+        if n_sets * int(weights.max()) > int(weights.sum()):
             raise OptionError(
                 f"a minibatch has {n_sets} sets of different groups, so no group can be more than 1/{n_sets} of all "
-                f"sets, but of {len(self._sizes)} groups {self._named[0]} has {heaviest / whole:.1%} of the weight: "
-                "lower batch_size or that weight, or let minibatches repeat groups with distinct=False"
+                f"sets, but of {len(weights)} groups {heaviest} has {share:.1%} of the weight: lower batch_size or "
+                "that weight, or let minibatches repeat groups with distinct=False"
             )
-
-    def _require_sets_without_replacement(self) -> None:
-        if self._weights is None or self.options.replace:
-            return
-        asked = np.ceil(self._weights / self._weights.sum() * self._n_sets)
+        asked = np.ceil(weights / weights.sum() * self.n_sets)
         short = np.flatnonzero(asked > self._per_pass)
-        if len(short):
+        if len(short) and not self._options.replace:
             worst = short[np.argmax(asked[short] / self._per_pass[short])]
             raise OptionError(
-                f"{len(short)} of {len(self._sizes)} groups have fewer sets than weights ask for. One of them is to "
+                f"{len(short)} of {len(weights)} groups have fewer sets than weights ask for. One of them is to "
                 f"come {asked[worst]:.0f} times per epoch and has {self._per_pass[worst]} sets: lower epoch_sets, or "
                 "take replace=True"
             )
@@ -218,29 +190,23 @@ class BoundCellSets(Sampling):
     def _counts(self, key: int) -> Rows:
         """The number of sets of each group in an epoch."""
         if self._weights is not None:
-            return shared_out(self._weights, self._n_sets, key)
-        if self.options.per_group is None:
+            return shared_out(self._weights, self.n_sets, key)
+        if self._options.per_group is None:
             return self._per_pass
-        if self.options.replace:
-            return np.full(len(self._sizes), self.options.per_group, np.int64)
-        return np.minimum(self._per_pass, self.options.per_group)
+        wanted = np.full(len(self._sizes), self._options.per_group, np.int64)
+        return wanted if self._options.replace else np.minimum(self._per_pass, wanted)
 
     def _sets(self, key: int) -> tuple[NDArray[np.int32], Rows]:
         """The sets of an epoch in order: the group of each, and its number among the sets of its group."""
         ordered = self._ordered  # read once, because several epochs may be planned at the same time
         if ordered is None or ordered[0] != key:
-            groups, numbers = dealt(self._counts(key_of(key, 1)), self._sets_per_minibatch, key_of(key, 2))
+            groups, numbers = dealt(self._counts(key_of(key, 1)), self.per_minibatch, key_of(key, 2))
             ordered = self._ordered = key, groups, numbers
         return ordered[1], ordered[2]
 
-    def n_rows(self, dataset_rows: int) -> int:
-        """Number of rows per epoch, if all sets are full."""
-        if dataset_rows != self._dataset_rows:
-            raise OptionError(f"the groups are of {self._dataset_rows} rows, but the dataset has {dataset_rows}")
-        return self._n_sets * self.set_size
-
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        size, key = self.set_size, key_of(seed, epoch)
+    def drawn(self, start: int, stop: int, seed: int, epoch: int) -> Rows:
+        """The rows at positions of an epoch."""
+        size, key = self.size, key_of(seed, epoch)
         first, last = start // size, -(-stop // size)
         groups, numbers = (each[first:last] for each in self._sets(key))
         turns, within = np.divmod(numbers, self._per_pass[groups])
@@ -248,9 +214,7 @@ class BoundCellSets(Sampling):
         sizes = np.repeat(self._sizes[groups], size)
         passes = np.repeat(turns * len(self._sizes) + groups, size)
         found = permute_each(places % sizes, sizes, passes, key_of(key, 3))
-        rows: Rows = self._rows[np.repeat(self._begins[groups], size) + found].astype(np.int64)
-        if self.has_gaps:
-            rows[places >= sizes] = -1
+        rows: Rows = self.rows[np.repeat(self._begins[groups], size) + found].astype(np.int64)
         return rows[start - first * size : stop - first * size]
 
 
@@ -281,7 +245,7 @@ def _chosen(groups: Groups, options: CellSets, column: Column) -> Rows:
     by = ", ".join(groups.columns)
     if not len(labelled):
         raise OptionError(f"none of the {len(groups.codes)} rows has a label in {by}, so there would be no set")
-    advice = f"lower set_size {options.set_size}, or keep short sets with rest='keep' or 'fill'"
+    advice = f"lower set_size {options.set_size}, or fill short sets up with rest='fill'"
     raise OptionError(
         f"none of the {len(labelled)} groups by {by} has {least} rows. The largest are "
         f"{groups.listed(labelled, column)}: {advice if options.rest == 'drop' else 'lower least'}"
@@ -305,9 +269,7 @@ def _weights(groups: Groups, chosen: Rows, options: CellSets, column: Column) ->
                 f"weights names {label!r}, but no group by {', '.join(groups.columns)} has these labels. One of the "
                 f"{len(groups)} groups is {next(iter(numbers))!r}{near}"
             )
-        if not is_number(weight) or not 0 <= weight < math.inf:
-            raise OptionError(f"weights has {weight!r} for {label!r}: give a number of at least 0")
-        if weight and left_out[numbers[label]]:
+        if require_weight(label, weight) and left_out[numbers[label]]:
             raise OptionError(
                 f"weights names {groups.named(numbers[label], column)}, which has only "
                 f"{groups.sizes[numbers[label]]} rows, too few for a set of {options.set_size}: leave it out, lower "
@@ -319,8 +281,3 @@ def _weights(groups: Groups, chosen: Rows, options: CellSets, column: Column) ->
     # Whole numbers, so that the same sets result on every machine.
     scaled: Rows = np.ceil(weights[chosen] / weights.max() * 2**30).astype(np.int64)
     return scaled
-
-
-def _heaviest(chosen: Rows, weights: Rows | None) -> list[int]:
-    """The group with the largest weight."""
-    return [] if weights is None else [int(chosen[np.argmax(weights)])]

@@ -12,9 +12,9 @@ yields the same number of minibatches:
   shuffled epoch drops different rows.
 
 A resumed run skips the minibatches that each rank has received (`Plan.fetches`). If the number of ranks has changed,
-the rows not yet received form an order of their own (`Unseen`), which is dealt to the new ranks like any other order.
+the rows not yet received form an order of their own, which is dealt to the new ranks like any other order.
 
-A sampling of sets has units of several rows that no minibatch divides. Then all of this holds with units for rows.
+An order of sets has units of several rows that no minibatch divides. Then all of this holds with units for rows.
 
 Planning a fetch costs time and memory in proportion to its rows, however many rows the dataset has.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -34,7 +35,7 @@ from zloader.common.errors import OptionError
 from zloader.common.locks import cached_property
 from zloader.common.records import Rows
 from zloader.order.permutation import key_of, shuffled
-from zloader.order.sampling import Sampling, Unseen, fitted, require_rows
+from zloader.order.sampling import Order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +67,6 @@ class Fetch:
             sets=None if self.sets is None else self.sets[used],
         )
 
-    def without(self, gaps: NDArray[np.bool_]) -> Fetch:
-        """The fetch without some of its rows, whose minibatches become shorter."""
-        held = ~gaps[self.order]
-        order = (np.cumsum(~gaps) - 1)[self.order[held]]
-        sets = None if self.sets is None else self.sets[~gaps]
-        cuts = np.append(0, np.cumsum(held))[self.cuts]
-        return replace(self, rows=self.rows[~gaps], order=order, cuts=cuts, sets=sets)
-
 
 class AddsRows(Protocol):
     """Adds companions of the rows to the minibatches of a fetch, such as controls."""
@@ -97,8 +90,7 @@ class Plan:
     With `companions`, each minibatch is followed by those of its rows.
     """
 
-    dataset_rows: int
-    sampling: Sampling
+    order: Order
     batch_size: int
     fetch_factor: int
     seed: int = 0
@@ -109,33 +101,26 @@ class Plan:
     companions: AddsRows | None = None
 
     def __post_init__(self) -> None:
-        require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
-        require_count(world_size=self.world_size)
+        require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor, world_size=self.world_size)
         require_natural(seed=self.seed, epoch=self.epoch, rank=self.rank)
-        # NumPy integers overflow; Python integers do not.
-        sizes = ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size")
-        for name in sizes:
-            object.__setattr__(self, name, int(getattr(self, name)))
-        sampling = fitted(self.sampling, fetch_rows=self.fetch_rows, batch_size=self.batch_size)
-        object.__setattr__(self, "sampling", sampling)
+        require_flag(drop_last=self.drop_last)
+        for name in ("batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size"):
+            object.__setattr__(self, name, int(getattr(self, name)))  # NumPy integers overflow
         if self.rank >= self.world_size:
             raise OptionError(
                 f"rank {self.rank} does not exist in a world of {self.world_size}: ranks are numbered from 0"
             )
-        block_size = self.sampling.block_size
-        require_count(block_size=block_size)
-        if block_size > self.fetch_rows:
+        if self.order.block_size > self.fetch_rows:
             raise OptionError(
-                f"block_size {block_size} is larger than a fetch of batch_size {self.batch_size} x fetch_factor "
-                f"{self.fetch_factor} = {self.fetch_rows} rows, so nothing would be shuffled across blocks: "
-                "raise fetch_factor or lower block_size"
+                f"block_size {self.order.block_size} is larger than a fetch of batch_size {self.batch_size} x "
+                f"fetch_factor {self.fetch_factor} = {self.fetch_rows} rows, so nothing would be shuffled across "
+                "blocks: raise fetch_factor or lower block_size"
             )
-        require_flag(drop_last=self.drop_last)
-        rest = isinstance(self.sampling, Unseen)  # may have fewer rows than ranks, which are then left out
-        if self._n_units < self.world_size and not rest:
+        if self._n_units < self.world_size and not self.order.is_rest:
             if not self.n_rows:
                 raise OptionError("there are 0 rows to load: the dataset, view or sampling is empty")
-            units = f"{self.n_rows} rows" if self._unit == 1 else f"{self._n_units} units of {self._unit} rows"
+            unit = self.order.unit
+            units = f"{self.n_rows} rows" if unit == 1 else f"{self._n_units} units of {unit} rows"
             raise OptionError(f"{units} cannot be divided among {self.world_size} ranks: use fewer ranks")
 
     @property
@@ -144,32 +129,24 @@ class Plan:
         return self.batch_size * self.fetch_factor
 
     @property
-    def sweeps(self) -> bool:
-        """Whether this rank reads all rows of the dataset in an epoch."""
-        return self.world_size == 1 and self.n_rows == self.dataset_rows and not self.sampling.repeats
-
-    @cached_property
     def n_rows(self) -> int:
         """Rows per epoch over all ranks."""
-        n_rows = self.sampling.n_rows(self.dataset_rows)
-        if not isinstance(n_rows, (int, np.integer)):
-            raise OptionError(f"n_rows of {self.sampling} must return a whole number, not {n_rows!r:.100}")
-        return int(n_rows)
+        return self.order.n_rows
 
-    @cached_property
-    def _unit(self) -> int:
-        """The rows that no minibatch divides: a set, or all rows of a minibatch; otherwise one."""
-        return int(self.sampling.unit)
+    @property
+    def sweeps(self) -> bool:
+        """Whether this rank reads all rows of the dataset in an epoch."""
+        return self.world_size == 1 and self.n_rows == self.order.dataset_rows and not self.order.repeats
 
     @property
     def _n_units(self) -> int:
         """Units per epoch over all ranks."""
-        return self.n_rows // self._unit
+        return self.n_rows // self.order.unit
 
     @property
     def _minibatch_units(self) -> int:
         """Units in a full minibatch."""
-        return self.batch_size // self._unit
+        return self.batch_size // self.order.unit
 
     @property
     def _all_full(self) -> bool:
@@ -200,7 +177,7 @@ class Plan:
     @property
     def _step(self) -> int:
         """Fetches begin at multiples of this many minibatches. These are whole blocks if those of a full fetch are."""
-        block_size = int(self.sampling.block_size)
+        block_size = self.order.block_size
         step = block_size // math.gcd(block_size, self.batch_size)
         return 1 if self.fetch_factor % step else step
 
@@ -235,7 +212,7 @@ class Plan:
         if number == self.n_fetches - 1 and not self._all_full:
             share, extra = divmod(self._n_units - start, self.world_size)
         start += self.rank * share + min(self.rank, extra)
-        return start * self._unit, (start + share + (self.rank < extra)) * self._unit
+        return start * self.order.unit, (start + share + (self.rank < extra)) * self.order.unit
 
     def _cuts(self, number: int) -> NDArray[np.int64]:
         """The cuts of a fetch into minibatches. Every rank gets the same number of minibatches."""
@@ -243,38 +220,31 @@ class Plan:
         cuts = np.arange(0, stop - start, self.batch_size, dtype=np.int64)
         # If a share is one unit smaller and therefore one minibatch short, its last minibatch is cut in two.
         if len(cuts) < self._size(number):
-            cuts = np.append(cuts, stop - start - self._unit)
+            cuts = np.append(cuts, stop - start - self.order.unit)
         return np.append(cuts, stop - start)
 
-    def _order(self, number: int, n_rows: int) -> Rows:
+    def _permutation(self, number: int, n_rows: int) -> Rows:
         """The permutation in which a fetch yields its rows."""
-        if not self.sampling.shuffles_fetch:
+        if not self.order.shuffles_fetch:
             return np.arange(n_rows, dtype=np.int64)
         return shuffled(n_rows, key_of(self.seed, self.epoch, number * self.world_size + self.rank))
 
-    def _rows(self, start: int, stop: int) -> Rows:
-        """The rows at positions `[start, stop)` in the order of the epoch."""
-        rows = self.sampling.rows(start, stop, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch)
-        return require_rows(rows, self.sampling, start, stop, self.dataset_rows)
-
     def n_positions(self, number: int) -> int:
-        """The positions of a fetch in the order of the epoch: its rows without companions, and with any gaps."""
+        """The rows of a fetch without their companions."""
         start, stop = self._span(number)
         return stop - start
 
     def fetch(self, number: int) -> Fetch:
         """Fetch `number` of this rank, counted from 0."""
-        rows = self._rows(*self._span(number))
-        set_size = self.sampling.set_size
+        rows = self.order.rows(*self._span(number), seed=self.seed, epoch=self.epoch)
+        set_size = self.order.set_size
         fetch = Fetch(
             number=number,
             rows=rows,
-            order=self._order(number, len(rows)),
+            order=self._permutation(number, len(rows)),
             cuts=self._cuts(number),
             sets=None if set_size is None else np.arange(len(rows)) // set_size,
         )
-        if self.sampling.has_gaps:
-            fetch = fetch.without(rows < 0)
         return fetch if self.companions is None else self.companions.added(fetch, seed=self.seed, epoch=self.epoch)
 
     def fetch_numbers(self, *, worker: int = 0, n_workers: int = 1) -> range:
@@ -303,16 +273,31 @@ class Plan:
         """What `remaining` names, as fetches."""
         return map(self.rest_of, self.remaining(done=done, worker=worker, n_workers=n_workers, skip=skip))
 
-    def unseen(self, done: int) -> Unseen:
-        """The rows that no rank has received after the first `done` minibatches of each rank."""
+    def rest(self, done: int) -> Order:
+        """The rows that no rank has received after the first `done` minibatches of each rank, as an order.
+
+        It is valid for the seed and the epoch of this plan.
+        """
         number, received = self._fetch_of(done)
         ranks = [replace(self, rank=rank) for rank in range(self.world_size)]
-        begin = min(ranks[0]._span(number)[0], self.n_rows)
-        if not received:
-            return Unseen(sampling=self.sampling, first=np.empty(0, np.int64), begin=begin, end=self.n_rows)
-        left = []
-        for rank in ranks:
-            start, stop = rank._span(number)
-            left.append(np.sort(start + rank._order(number, stop - start)[rank._cuts(number)[received] :]))
-        first = self._rows(begin, stop)[np.concatenate(left) - begin]
-        return Unseen(sampling=self.sampling, first=first, begin=stop, end=self.n_rows)
+        begin = end = min(ranks[0]._span(number)[0], self.n_rows)
+        first = np.empty(0, np.int64)
+        if received:
+            left = []
+            for rank in ranks:
+                start, end = rank._span(number)
+                left.append(np.sort(start + rank._permutation(number, end - start)[rank._cuts(number)[received] :]))
+            rows = self.order.rows(begin, end, seed=self.seed, epoch=self.epoch)
+            first = rows[np.concatenate(left) - begin]
+        n_rows = len(first) + self.n_rows - end
+        return replace(self.order, n_rows=n_rows, draw=partial(_rest, self.order, first, end), is_rest=True)
+
+
+def _rest(order: Order, first: Rows, begin: int, start: int, stop: int, seed: int, epoch: int) -> Rows:
+    """The rows at positions of the rest of an epoch: the rows `first`, and then those of `order` from `begin` on."""
+    later = begin - len(first)  # how much later `order` has a position
+    if stop + later <= begin:
+        return first[start:stop]
+    return np.concatenate(
+        [first[start:stop], order.rows(max(begin, start + later), stop + later, seed=seed, epoch=epoch)]
+    )

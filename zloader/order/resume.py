@@ -89,7 +89,7 @@ def resumed(plan: Plan, stretches: Iterable[Sequence[int]]) -> tuple[Plan, int]:
     for world_size, minibatches in before:
         then = replace(plan, rank=0, world_size=world_size)
         _require_position(then, minibatches)
-        plan = replace(plan, sampling=then.unseen(minibatches))
+        plan = replace(plan, order=then.rest(minibatches))
     _require_position(plan, done)
     return plan, done
 

@@ -1,44 +1,31 @@
-"""Samplings: the order of the rows in an epoch. Pure.
+"""Samplings, and the orders of rows that they make. Pure.
 
-A sampling maps positions in the order of an epoch to rows. The order depends on the seed and the epoch alone: a
-sampling has no state and no random generator (see `permutation.py`). Finding n rows costs time and memory in proportion
-to n, however many rows the dataset has. The samplings themselves are in `shuffling.py`,
-`weighted.py`, `mixture.py`, `cell_sets.py` and `controls.py`.
+A sampling is an option of a Loader: how the rows of any dataset are ordered. For one dataset and one size of
+minibatches and fetches it makes an Order, which maps positions in an epoch to rows. An order depends on the seed and
+the epoch alone: it has no state and no random generator (see `permutation.py`). Finding n rows costs time and memory in
+proportion to n, however many rows the dataset has. A view and the rest of an epoch are orders, too.
+
+The samplings themselves are in `shuffling.py`, `weighted.py` and `cell_sets.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import require_count, require_natural
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.selecting.columns import ObsColumn
 
 
-class ChosenRows(Protocol):
-    """Some rows of a dataset, in ascending order."""
-
-    def __len__(self) -> int: ...
-
-    def numbers(self, positions: Rows) -> Rows:
-        """The rows at some positions in the set."""
-
-    def all_numbers(self) -> Rows:
-        """The rows."""
-
-    def mask(self) -> NDArray[np.bool_]:
-        """A mask over all rows of the dataset."""
-
-
 class Table(Protocol):
-    """What a sampling or controls may look up in a dataset or view."""
+    """What a sampling, controls or neighbours may look up in a dataset or view. Chosen rows are a RowSet."""
 
     @property
     def n_obs(self) -> int:
@@ -47,105 +34,95 @@ class Table(Protocol):
     def obs_column(self, column: str) -> ObsColumn:
         """One obs column as numbers."""
 
-    def rows_of(self, group: Any) -> ChosenRows:
+    def rows_of(self, group: Any) -> Any:
         """The rows in a group: a dataset, a view, or a condition."""
 
     @property
-    def whole(self) -> Table:
+    def whole(self) -> Any:
         """The dataset that this is a view of."""
 
-    def in_whole(self, group: Any) -> ChosenRows:
+    def in_whole(self, group: Any) -> Any:
         """Which rows of `whole` are in a group: a condition on these rows, or a dataset or view."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Order:
+    """The rows of a dataset in the order of each epoch; returned by `order` of a sampling.
+
+    Args:
+        dataset_rows: The rows of the dataset, of which the order has some or all.
+        n_rows: Rows per epoch.
+        draw: A function of `start, stop, seed, epoch` that returns the rows at positions `[start, stop)` of an epoch as
+            an array of whole numbers, from these arguments alone. It must survive pickling to be used in processes.
+        block_size: Rows per contiguous block. A loader with smaller fetches raises OptionError.
+        shuffles_fetch: Whether the rows of each fetch are permuted in memory.
+        repeats: Whether a row may come more than once per epoch.
+        unit: The rows that no minibatch divides: a set, or all sets of a minibatch.
+        set_size: Rows per set, if there are sets.
+        chosen: A function that returns a mask over all rows of those that may come; None for all.
+        is_rest: Whether this is the rest of an epoch, which may have fewer rows than there are ranks.
+
+    >>> order = zl.BlockShuffling(block_size=50).order(dataset, batch_size=10, fetch_rows=100)
+    >>> order.n_rows, order.block_size, order.rows(100, 103, seed=0, epoch=0).tolist()
+    (300, 50, [50, 51, 52])
+    """
+
+    dataset_rows: int
+    n_rows: int
+    draw: Callable[[int, int, int, int], Rows]
+    block_size: int = 1
+    shuffles_fetch: bool = False
+    repeats: bool = False
+    unit: int = 1
+    set_size: int | None = None
+    chosen: Callable[[], NDArray[np.bool_]] | None = None
+    is_rest: bool = False
+
+    def __post_init__(self) -> None:
+        require_count(block_size=self.block_size, unit=self.unit)
+        require_natural(dataset_rows=self.dataset_rows, n_rows=self.n_rows)
+        for name in ("dataset_rows", "n_rows", "block_size", "unit"):
+            object.__setattr__(self, name, int(getattr(self, name)))  # NumPy integers overflow
+
+    def rows(self, start: int, stop: int, *, seed: int, epoch: int) -> Rows:
+        """The rows (int64) at positions `[start, stop)` in the order of an epoch. OptionError unless they are rows."""
+        rows = self.draw(start, stop, seed, epoch)
+        expected = f"the order of a sampling must give {stop - start} row numbers for positions {start} to {stop}"
+        if not isinstance(rows, np.ndarray) or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+            raise OptionError(f"{expected} as a 1-d array of integers, not {rows!r:.100}")
+        if len(rows) != stop - start:
+            raise OptionError(f"{expected}, not {len(rows)}")
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self.dataset_rows:
+            bad = rows.min() if rows.min() < 0 else rows.max()
+            raise OptionError(f"{expected}, from 0 to {self.dataset_rows - 1}, but gave {bad}")
+        return rows.astype(np.int64, copy=False)
+
+
 class Sampling(ABC):
-    """Base class of samplings: the order of the rows in an epoch, as a pure function of positions.
+    """Base class of samplings: the order of the rows in an epoch.
 
-    For an order of your own, subclass it and write these two methods:
+    For an order of your own, subclass it:
 
-    >>> import numpy as np, zloader.order.plan
+    >>> import numpy as np
+    >>> def second_rows(start, stop, seed, epoch):
+    ...     return 2 * np.arange(start, stop) + epoch % 2
     >>> class EverySecondRow(zl.Sampling):
-    ...     def n_rows(self, dataset_rows):
-    ...         return dataset_rows // 2
-    ...     def rows(self, start, stop, *, dataset_rows, seed, epoch):
-    ...         return 2 * np.arange(start, stop) + epoch % 2
-    >>> plan = zloader.order.plan.Plan(
-    ...     dataset_rows=12, sampling=EverySecondRow(), batch_size=2, fetch_factor=2, epoch=1
-    ... )
-    >>> [plan.fetch(number).rows.tolist() for number in range(plan.n_fetches)]
-    [[1, 3], [5, 7, 9, 11]]
-
-    All else has a default. `bound`, `sized` and `batched` may be called again on their own result and must then return
-    it, or an equal one. These attributes may be set in the class or in `__init__`, or be properties:
-
-    - `shuffles_fetch`: whether the rows of each fetch are permuted in memory. Default: False.
-    - `block_size`: rows per contiguous block. A loader with smaller fetches raises OptionError. Default: 1.
-    - `repeats`: whether a row may occur more than once per epoch. Default: False.
-    - `indices`: the rows that it is restricted to, or None. Default: None.
+    ...     def order(self, dataset, batch_size, fetch_rows):
+    ...         return zl.Order(dataset_rows=dataset.n_obs, n_rows=dataset.n_obs // 2, draw=second_rows)
+    >>> loader = zl.Loader(dataset, sampling=EverySecondRow(), batch_size=4)
+    >>> next(iter(loader)).index.tolist()
+    [0, 2, 4, 6]
 
     A loader refuses the saved state of another loader if the samplings differ in class or in a public attribute. So
     begin the names of attributes that change, such as a cache, with an underscore.
     """
 
-    shuffles_fetch: bool = False
-    block_size: int = 1
-    repeats: bool = False
-    indices: Sequence[int] | NDArray[np.integer] | None = None
-    set_size: int | None = None  # rows per set, if the sampling has sets
-    unit: int = 1  # the rows that no minibatch divides: a set, or all sets of a minibatch
-    has_gaps: bool = False  # whether row -1 stands for no row
-
     def __repr__(self) -> str:  # for errors; a dataclass has its own
         return f"{type(self).__name__}(...)"
 
     @abstractmethod
-    def n_rows(self, dataset_rows: int) -> int:
-        """Number of rows per epoch."""
-
-    @abstractmethod
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
-
-    def bound(self, dataset: Table) -> Sampling:
-        """The sampling to use for a dataset or view, with its obs columns or rows looked up. Default: itself."""
-        return self
-
-    def sized(self, fetch_rows: int) -> Sampling:
-        """The sampling to use for fetches of `fetch_rows` rows. Default: itself."""
-        return self
-
-    def batched(self, batch_size: int) -> Sampling:
-        """The sampling to use for minibatches of `batch_size` rows. Default: itself."""
-        return self
-
-
-@dataclass(frozen=True, eq=False)
-class WrappedSampling(Sampling):
-    """Base class: an order made from that of `sampling`, which is bound already, with all of its attributes."""
-
-    sampling: Sampling
-
-    def sized(self, fetch_rows: int) -> Sampling:
-        """The same around `sampling.sized(fetch_rows)`."""
-        return self._around(self.sampling.sized(fetch_rows))
-
-    def batched(self, batch_size: int) -> Sampling:
-        """The same around `sampling.batched(batch_size)`."""
-        return self._around(self.sampling.batched(batch_size))
-
-    def _around(self, sampling: Sampling) -> Sampling:
-        return self if sampling is self.sampling else replace(self, sampling=sampling)
-
-    def _renumbered(self, rows_of: Callable[[Rows], Rows], start: int, stop: int, **of: int) -> Rows:
-        """The rows that `rows_of` gives for rows of `sampling`. Gaps remain. Raises OptionError for invalid rows."""
-        rows = require_rows(self.sampling.rows(start, stop, **of), self.sampling, start, stop, of["dataset_rows"])
-        if not self.has_gaps:
-            return rows_of(rows)
-        return np.where(rows < 0, -1, rows_of(np.maximum(rows, 0)))
-
-
-for _name in Sampling.__annotations__:
-    setattr(WrappedSampling, _name, property(attrgetter(f"sampling.{_name}")))
+    def order(self, dataset: Table, batch_size: int, fetch_rows: int) -> Order:
+        """The order of the rows of a dataset or view, for minibatches and fetches of these sizes."""
 
 
 def require_sampling(sampling: Any) -> None:
@@ -153,53 +130,3 @@ def require_sampling(sampling: Any) -> None:
     if not isinstance(sampling, Sampling):
         why = "which is a class" if isinstance(sampling, type) else "whose class has to be a subclass of zl.Sampling"
         raise OptionError(f"sampling must be a sampling such as zl.BlockShuffling(64), not {sampling!r:.100}, {why}")
-
-
-def fitted(sampling: Sampling, *, dataset: Table | None = None, fetch_rows: int, batch_size: int) -> Sampling:
-    """The sampling for a dataset, if one is given, and these sizes. Raises OptionError unless it is a sampling."""
-    require_sampling(sampling)
-    for name, fit in (("bound", dataset), ("sized", fetch_rows), ("batched", batch_size)):
-        if fit is not None:
-            made = getattr(sampling, name)(fit)
-            if not isinstance(made, Sampling):
-                raise OptionError(f"{name} of {sampling} must return a sampling, such as itself, not {made!r:.100}")
-            sampling = made
-    return sampling
-
-
-def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: int) -> Rows:
-    """`rows`, the result of `sampling.rows(start, stop)`, as int64. OptionError unless they are rows below `n_rows`."""
-    expected = f"{type(sampling).__name__}.rows({start}, {stop}) must give {stop - start} row numbers"
-    if not isinstance(rows, np.ndarray) or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
-        raise OptionError(f"{expected} as a 1-d array of integers, not {rows!r:.100}")
-    if len(rows) != stop - start:
-        raise OptionError(f"{expected}, not {len(rows)}")
-    least = -1 if sampling.has_gaps else 0
-    if len(rows) and not least <= rows.min() <= rows.max() < n_rows:
-        bad = rows.min() if rows.min() < least else rows.max()
-        raise OptionError(f"{expected} from 0 to {n_rows - 1}, but gave {bad}")
-    return rows.astype(np.int64, copy=False)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Unseen(WrappedSampling):
-    """The rest of an epoch as a sampling: the rows `first`, and then those of `sampling` at positions `[begin, end)`.
-
-    It is valid only for the seed and the epoch from which the rows were computed.
-    """
-
-    first: Rows
-    begin: int
-    end: int
-
-    def n_rows(self, dataset_rows: int) -> int:
-        """Number of rows left in the epoch."""
-        return len(self.first) + self.end - self.begin
-
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the rest of the epoch."""
-        found, later = self.first[start:stop], self.begin - len(self.first)  # how much later `sampling` has a position
-        if stop + later <= self.begin:
-            return found
-        of = {"dataset_rows": dataset_rows, "seed": seed, "epoch": epoch}
-        return np.concatenate([found, self.sampling.rows(max(self.begin, start + later), stop + later, **of)])

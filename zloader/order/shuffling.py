@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from zloader.common.checks import require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.permutation import blocks_at, key_of, words_at
-from zloader.order.sampling import Sampling, require_sampling
+from zloader.order.sampling import Order, Sampling, Table, require_sampling
 
 DEFAULT_BLOCK_SIZE = 64  # rows; scDataset and annbatch publish their benchmarks for this size
 # Measured in fetches of 256 blocks, on rows sorted by 14 labels: minibatches of 64 have 0.004 bits less than random
@@ -22,6 +22,7 @@ DEFAULT_BLOCK_SIZE = 64  # rows; scDataset and annbatch publish their benchmarks
 # strata the blocks of a fetch are hardly ever neighbours, and 200 000 small rows cost 15 % more bytes. A fetch may have
 # fewer blocks than there are strata (see `blocks_at`), so one number suits all fetches.
 DEFAULT_STRATA = 64
+Indices = Sequence[int] | NDArray[np.integer]
 
 
 def as_array(indices: Any) -> NDArray[Any]:
@@ -32,7 +33,7 @@ def as_array(indices: Any) -> NDArray[Any]:
         raise OptionError(f"indices must be a 1-d sequence of row numbers, not {indices!r:.100}") from error
 
 
-def as_rows(indices: Sequence[int] | NDArray[np.integer]) -> Rows:
+def as_rows(indices: Indices) -> Rows:
     """A copy of the row numbers as int64. Raises OptionError unless they are a 1-d sequence of integers."""
     rows = as_array(indices)
     if rows.dtype == bool or rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
@@ -40,51 +41,57 @@ def as_rows(indices: Sequence[int] | NDArray[np.integer]) -> Rows:
     return rows.astype(np.int64)
 
 
-def _checked(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | None:
-    if indices is None:
-        return None
-    rows = as_rows(indices)
-    if not rows.size:
-        raise OptionError("indices is empty, so there would be no minibatch: give at least one row, or None for all")
-    return rows
-
-
-def checked_once(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | None:
+def checked_once(indices: Indices) -> Rows:
     """The row numbers in ascending order. Raises OptionError for duplicates and for anything but row numbers."""
-    rows = _checked(indices)
-    if rows is None:
-        return None
-    rows = np.sort(rows)
+    rows = np.sort(as_rows(indices))
     duplicates = rows[1:][rows[1:] == rows[:-1]]
     if len(duplicates):
         raise OptionError(f"indices holds row {duplicates[0]} more than once: list each row once")
     return rows
 
 
+def mask_of(rows: Rows, n_rows: int) -> NDArray[np.bool_]:
+    """A mask over all rows of those listed."""
+    mask = np.zeros(n_rows, bool)
+    mask[rows] = True
+    return mask
+
+
 class Subset(Sampling):
-    """Base class: restricts a sampling to optional `indices`."""
+    """Base class of dataclasses: a sampling restricted to optional `indices`."""
 
     _rows: Rows | None
-    _min_row: int
-    _max_row: int
 
-    def _choose(self, rows: Rows | None) -> None:
-        object.__setattr__(self, "_rows", rows)
-        if rows is not None:  # computed once, because every fetch calls n_rows
-            object.__setattr__(self, "_min_row", int(rows.min()))
-            object.__setattr__(self, "_max_row", int(rows.max()))
+    def _choose(self, indices: Rows | None) -> None:
+        if indices is not None and not indices.size:
+            raise OptionError(
+                "indices is empty, so there would be no minibatch: give at least one row, or None for all"
+            )
+        object.__setattr__(self, "_rows", indices)
 
-    def n_rows(self, dataset_rows: int) -> int:
-        """Number of rows per epoch: the length of `indices`, or all rows."""
-        if self._rows is None:
-            return dataset_rows
-        if self._min_row < 0 or self._max_row >= dataset_rows:
-            bad = self._min_row if self._min_row < 0 else self._max_row
-            raise OptionError(f"indices holds row {bad}, but the rows of the dataset are 0 to {dataset_rows - 1}")
-        return len(self._rows)
+    def _ordered(self, dataset: Table, draw: Any, *, shuffles_fetch: bool = True, **options: Any) -> Order:
+        """The order in which `draw`, given the number of rows first, gives positions among the chosen rows."""
+        n_all, rows = int(dataset.n_obs), self._rows
+        if rows is None:
+            return Order(
+                dataset_rows=n_all, n_rows=n_all, draw=partial(draw, n_all), shuffles_fetch=shuffles_fetch, **options
+            )
+        if rows.min() < 0 or rows.max() >= n_all:
+            bad = rows.min() if rows.min() < 0 else rows.max()
+            raise OptionError(f"indices holds row {bad}, but the rows of the dataset are 0 to {n_all - 1}")
+        return Order(
+            dataset_rows=n_all,
+            n_rows=len(rows),
+            draw=partial(_taken, rows, partial(draw, len(rows))),
+            shuffles_fetch=shuffles_fetch,
+            chosen=partial(mask_of, rows, n_all),
+            **options,
+        )
 
-    def _take(self, positions: Rows) -> Rows:
-        return positions if self._rows is None else self._rows[positions]
+
+def _taken(rows: Rows, draw: Any, start: int, stop: int, seed: int, epoch: int) -> Rows:
+    taken: Rows = rows[draw(start, stop, seed, epoch)]
+    return taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,28 +101,25 @@ class Streaming(Subset):
     `indices` may list a row several times; it then occurs as often per epoch. `shuffle=True` permutes the rows of each
     fetch in memory. Raises OptionError if `indices` are not row numbers or are empty.
 
-    >>> zl.Streaming().rows(0, 5, dataset_rows=100, seed=0, epoch=0).tolist()
-    [0, 1, 2, 3, 4]
     >>> loader = zl.Loader(dataset, sampling=zl.Streaming(indices=[7, 3, 7]))
     >>> next(iter(loader)).index.tolist()
     [7, 3, 7]
     """
 
-    indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
+    indices: Indices | None = field(default=None, repr=False)
     shuffle: bool = False
-    _repeats: bool = field(init=False, repr=False)  # whether `indices` lists a row more than once
-
-    shuffles_fetch = property(attrgetter("shuffle"))
-    repeats = property(attrgetter("_repeats"))
 
     def __post_init__(self) -> None:
-        rows = _checked(self.indices)
-        self._choose(rows)
-        ordered = np.empty(0, np.int64) if rows is None else np.sort(rows)
-        object.__setattr__(self, "_repeats", bool((ordered[1:] == ordered[:-1]).any()))
+        self._choose(None if self.indices is None else as_rows(self.indices))
 
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        return self._take(np.arange(start, stop, dtype=np.int64))
+    def order(self, dataset: Table, batch_size: int, fetch_rows: int) -> Order:
+        ordered = np.empty(0) if self._rows is None else np.sort(self._rows)
+        repeats = bool((ordered[1:] == ordered[:-1]).any())
+        return self._ordered(dataset, _in_order, shuffles_fetch=self.shuffle, repeats=repeats)
+
+
+def _in_order(n_rows: int, start: int, stop: int, seed: int, epoch: int) -> Rows:
+    return np.arange(start, stop, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +145,8 @@ class BlockShuffling(Subset):
 
     The order before the rows of each fetch are permuted:
 
-    >>> zl.BlockShuffling(block_size=3).rows(0, 9, dataset_rows=9, seed=0, epoch=0).tolist()
+    >>> order = zl.BlockShuffling(block_size=3).order(dataset[:9], batch_size=3, fetch_rows=9)
+    >>> order.rows(0, 9, seed=0, epoch=0).tolist()
     [3, 4, 5, 6, 7, 8, 0, 1, 2]
     >>> loader = zl.Loader(dataset, sampling=zl.BlockShuffling(block_size=16, n_strata=64))
 
@@ -149,22 +154,23 @@ class BlockShuffling(Subset):
     """
 
     block_size: int = DEFAULT_BLOCK_SIZE
-    indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
+    indices: Indices | None = field(default=None, repr=False)
     n_strata: int = 1
-
-    shuffles_fetch = True
 
     def __post_init__(self) -> None:
         require_count(block_size=self.block_size, n_strata=self.n_strata)
         for name in ("block_size", "n_strata"):
             object.__setattr__(self, name, int(getattr(self, name)))  # NumPy integers overflow
-        self._choose(checked_once(self.indices))
+        self._choose(None if self.indices is None else checked_once(self.indices))
 
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        n_full, rest = divmod(self.n_rows(dataset_rows), self.block_size)
+    def order(self, dataset: Table, batch_size: int, fetch_rows: int) -> Order:
+        return self._ordered(dataset, self.positions, block_size=self.block_size)
+
+    def positions(self, n_rows: int, start: int, stop: int, seed: int, epoch: int) -> Rows:
+        """The numbers from 0 to `n_rows` - 1 at places `[start, stop)` of an epoch."""
+        n_full, rest = divmod(n_rows, self.block_size)
         key = key_of(seed, epoch)
-        position = np.arange(start, stop, dtype=np.int64)
-        slot, within = np.divmod(position, self.block_size)
+        slot, within = np.divmod(np.arange(start, stop, dtype=np.int64), self.block_size)
         first, last = start // self.block_size, -(-stop // self.block_size)
         slots = np.arange(first, min(last, n_full), dtype=np.int64)
         block = blocks_at(slots, n_full, self.n_strata, key)
@@ -173,7 +179,8 @@ class BlockShuffling(Subset):
         begin = block * self.block_size + np.where(block >= gap, rest, 0)
         if last > n_full:
             begin = np.append(begin, gap * self.block_size)
-        return self._take(begin[slot - first] + within)
+        positions: Rows = begin[slot - first] + within
+        return positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +201,8 @@ class MixtureOfScanners(Subset):
 
     The order before the rows of each fetch are permuted:
 
-    >>> zl.MixtureOfScanners(n_scanners=2, block_size=3).rows(0, 12, dataset_rows=12, seed=0, epoch=0).tolist()
+    >>> order = zl.MixtureOfScanners(2, block_size=3).order(dataset[:12], batch_size=3, fetch_rows=12)
+    >>> order.rows(0, 12, seed=0, epoch=0).tolist()
     [6, 7, 8, 0, 1, 2, 9, 10, 11, 3, 4, 5]
     >>> loader = zl.Loader(dataset, sampling=zl.MixtureOfScanners(n_scanners=16, active=4))
 
@@ -205,9 +213,7 @@ class MixtureOfScanners(Subset):
     n_scanners: int = 16
     active: int | None = None
     block_size: int = DEFAULT_BLOCK_SIZE
-    indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
-
-    shuffles_fetch = True
+    indices: Indices | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_count(n_scanners=self.n_scanners, block_size=self.block_size)
@@ -220,37 +226,33 @@ class MixtureOfScanners(Subset):
                     f"active {self.active} is more than the {self.n_scanners} scanners: lower active or raise "
                     "n_scanners"
                 )
-        self._choose(checked_once(self.indices))
+        self._choose(None if self.indices is None else checked_once(self.indices))
 
-    def sized(self, fetch_rows: int) -> MixtureOfScanners:
-        """A copy with the `block_size` with which a fetch of `fetch_rows` rows advances `active` scanners."""
-        if self.active is None:
-            return self
-        block_size = max(1, round(fetch_rows / self.active))
-        return replace(self, active=None, block_size=block_size, indices=self._rows)
+    def order(self, dataset: Table, batch_size: int, fetch_rows: int) -> Order:
+        block_size = self.block_size if self.active is None else max(1, round(fetch_rows / self.active))
+        return self._ordered(dataset, partial(_scanned, self.n_scanners, block_size), block_size=block_size)
 
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        if self.active is not None:
-            raise OptionError(f"{self} depends on the size of a fetch: call sized(fetch_rows) first")
-        n_rows, key = self.n_rows(dataset_rows), key_of(seed, epoch)
-        n_scanners = min(self.n_scanners, n_rows)
-        length, extra = divmod(n_rows, n_scanners)  # rows per stretch; the first `extra` stretches are one row longer
-        n_rounds, rest = divmod(length, self.block_size)
-        turn, in_round = np.divmod(np.arange(start, stop, dtype=np.int64), n_scanners * self.block_size)
-        slot, within = np.divmod(in_round, self.block_size)
-        first, last = start // (n_scanners * self.block_size), -(-stop // (n_scanners * self.block_size))
-        counters = np.arange(first * n_scanners, last * n_scanners, dtype=np.uint64)
-        # All words of a key differ, so their order is unique.
-        order = np.argsort(words_at(key, counters).reshape(-1, n_scanners), axis=1)
-        ends = turn >= n_rounds
-        if ends.any():
-            sizes = rest + (order[-1] < extra)
-            stops = np.cumsum(sizes)
-            slot[ends] = np.searchsorted(stops, in_round[ends], side="right")
-            within[ends] = in_round[ends] - (stops - sizes)[slot[ends]]
-        scanner = order[turn - first, slot]
-        begin = scanner * length + np.minimum(scanner, extra) + key_of(key, 1) % n_rows
-        return self._take((begin + turn * self.block_size + within) % n_rows)
+
+def _scanned(n_scanners: int, block_size: int, n_rows: int, start: int, stop: int, seed: int, epoch: int) -> Rows:
+    key, n_scanners = key_of(seed, epoch), min(n_scanners, n_rows)
+    length, extra = divmod(n_rows, n_scanners)  # rows per stretch; the first `extra` stretches are one row longer
+    n_rounds, rest = divmod(length, block_size)
+    turn, in_round = np.divmod(np.arange(start, stop, dtype=np.int64), n_scanners * block_size)
+    slot, within = np.divmod(in_round, block_size)
+    first, last = start // (n_scanners * block_size), -(-stop // (n_scanners * block_size))
+    counters = np.arange(first * n_scanners, last * n_scanners, dtype=np.uint64)
+    # All words of a key differ, so their order is unique.
+    order = np.argsort(words_at(key, counters).reshape(-1, n_scanners), axis=1)
+    ends = turn >= n_rounds
+    if ends.any():
+        sizes = rest + (order[-1] < extra)
+        stops = np.cumsum(sizes)
+        slot[ends] = np.searchsorted(stops, in_round[ends], side="right")
+        within[ends] = in_round[ends] - (stops - sizes)[slot[ends]]
+    scanner = order[turn - first, slot]
+    begin = scanner * length + np.minimum(scanner, extra) + key_of(key, 1) % n_rows
+    positions: Rows = (begin + turn * block_size + within) % n_rows
+    return positions
 
 
 def default_block_size(fetch_rows: int) -> int:
@@ -277,8 +279,8 @@ def sampling_of(sampling: Sampling | str | None, shuffle: bool | None, fetch_row
         sampling = "streaming" if shuffle is not None and not shuffle else "block_shuffling"
     found = _named(sampling, fetch_rows) if isinstance(sampling, str) else sampling
     require_sampling(found)
-    in_order = isinstance(found, Streaming) and not found.shuffles_fetch
-    if shuffle is not None and (in_order if shuffle else found.shuffles_fetch):
+    in_order = isinstance(found, Streaming) and not found.shuffle
+    if shuffle is not None and bool(shuffle) is in_order:
         raise OptionError(
             f"shuffle={shuffle} and sampling={sampling!r:.100} contradict each other: give one of them. "
             "shuffle=False is sampling='streaming'"

@@ -20,24 +20,23 @@ order. The table takes 16 bytes for 64 rows. Planning a fetch takes a binary sea
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common import page_cache
-from zloader.common.checks import is_number, require_count
+from zloader.common.checks import is_number, require_count, require_flag
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, windows_of
 from zloader.order.permutation import GOLDEN, key_of, mix_word
-from zloader.order.sampling import Sampling, Table
+from zloader.order.sampling import Order, Sampling, Table
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
-from zloader.selecting.columns import ObsColumn, as_numbers
+from zloader.selecting.columns import as_numbers
 from zloader.selecting.groups import count_codes
 
 Codes = NDArray[np.integer]
@@ -48,35 +47,36 @@ _MIN_TOTAL = 2.0**-960
 _STEP = 2.0**-53
 
 
-class Draws(Sampling):
+class Draws:
     """`total_size` rows per epoch, drawn by weight. Row i weighs `table[i]`, or `table[codes[i]]` (code -1: the last).
 
     Without `replace`, one random number places all draws in their strata, so that no row is drawn twice.
     Raises OptionError for invalid weights.
     """
 
-    shuffles_fetch = True
-
     def __init__(
         self, table: NDArray[Any], codes: Codes | None, *, block_size: int, total_size: int | None, replace: bool
     ) -> None:
-        _require_weights(table)
         self._table, self._codes = table, codes
-        self._dataset_rows = len(table if codes is None else codes)
-        self.block_size, self.repeats = int(block_size), bool(replace)
-        n_runs = -(-self._dataset_rows // _RUN)
-        sums, most, n_positive = np.empty(n_runs), np.empty(n_runs), 0
+        self._n_rows = len(table if codes is None else codes)
+        self._blocks, self._replace = stratified(block_size), bool(replace)
+        n_runs = -(-self._n_rows // _RUN)
+        sums, most, self._n_positive = np.empty(n_runs), np.empty(n_runs), 0
         for window in windows_of(n_runs * _RUN):
-            weights = self._weights(np.arange(window.start, window.stop)).reshape(-1, _RUN)
+            of_rows = self._weights(window)
+            if len(wrong := np.flatnonzero(~((of_rows >= 0) & np.isfinite(of_rows)))):
+                row = window.start + wrong[0]
+                raise OptionError(f"weight {row} is {of_rows[wrong[0]]}: weights must be numbers of at least 0")
+            weights = of_rows.reshape(-1, _RUN)
             runs = slice(window.start // _RUN, window.stop // _RUN)
             with np.errstate(over="ignore"):  # an overflow raises below
                 sums[runs], most[runs] = np.cumsum(weights, axis=1)[:, -1], weights.max(axis=1)
-            n_positive += int(np.count_nonzero(weights))
+            self._n_positive += int(np.count_nonzero(weights))
         if codes is not None:
             page_cache.release(codes)
-        if not n_positive:
+        if not self._n_positive:
             raise OptionError("no row has a weight above 0, so there would be no minibatch")
-        self._total_size = n_positive if total_size is None else int(total_size)
+        self._total_size = self._n_positive if total_size is None else int(total_size)
         with np.errstate(over="ignore"):
             total = float(np.cumsum(sums)[-1])
         if not _MIN_TOTAL <= total < np.inf:  # smaller float64 numbers have fewer digits
@@ -103,35 +103,38 @@ class Draws(Sampling):
         counts = np.maximum(0, np.floor(strata).astype(np.int64) - firsts)
         self._levels = stops, last, firsts, counts, exponents.astype(np.int64)
 
-    @property
-    def indices(self) -> Rows | None:  # type: ignore[override]
-        """The rows that weigh something, ascending; None for all rows."""
-        found = [
-            window.start + np.flatnonzero(self._weights(np.arange(window.start, window.stop)))
-            for window in windows_of(self._dataset_rows)
-        ]
-        rows: Rows = np.concatenate(found)
-        return None if len(rows) == self._dataset_rows else rows
-
-    def _weights(self, rows: Rows) -> NDArray[np.float64]:
-        """The weights of some rows, in an array of any shape. Rows beyond the last weigh nothing."""
-        known = np.minimum(rows, self._dataset_rows - 1)
-        weights = self._table[known if self._codes is None else self._codes[known]].astype(np.float64)
-        weights[rows >= self._dataset_rows] = 0
+    def _weights(self, window: slice) -> NDArray[np.float64]:
+        """The weights of some rows. Rows beyond the last weigh nothing."""
+        weights = np.zeros(window.stop - window.start)
+        known = slice(window.start, min(window.stop, self._n_rows))
+        weights[: known.stop - known.start] = (
+            self._table[known] if self._codes is None else self._table[self._codes[known]]
+        )
         return weights
 
-    def n_rows(self, dataset_rows: int) -> int:
-        if dataset_rows != self._dataset_rows:
-            raise OptionError(
-                f"the weights or labels are for {self._dataset_rows} rows, but the dataset has {dataset_rows}"
-            )
-        return self._total_size
+    def _chosen(self) -> NDArray[np.bool_]:
+        """A mask of the rows that weigh something."""
+        return np.concatenate([self._weights(window) > 0 for window in windows_of(self._n_rows)])
 
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        blocks, key = stratified(self.block_size), key_of(seed, epoch, 5)
-        draws = blocks.rows(start, stop, dataset_rows=self._total_size, seed=seed, epoch=epoch)
-        together = self.block_size if self.repeats else self._total_size
-        weights = self._table, self._codes, self._dataset_rows
+    def order(self, dataset: Table) -> Order:
+        """The draws as an order. Raises OptionError for a dataset of another length."""
+        if dataset.n_obs != self._n_rows:
+            raise OptionError(f"the weights or labels are for {self._n_rows} rows, but the dataset has {dataset.n_obs}")
+        return Order(
+            dataset_rows=self._n_rows,
+            n_rows=self._total_size,
+            draw=self._rows,
+            block_size=self._blocks.block_size,
+            shuffles_fetch=True,
+            repeats=self._replace,
+            chosen=None if self._n_positive == self._n_rows else self._chosen,
+        )
+
+    def _rows(self, start: int, stop: int, seed: int, epoch: int) -> Rows:
+        key = key_of(seed, epoch, 5)
+        draws = self._blocks.positions(self._total_size, start, stop, seed, epoch)
+        together = self._blocks.block_size if self._replace else self._total_size
+        weights = self._table, self._codes, self._n_rows
         _draw(
             draws, (self._total_size, together, np.uint64(key)), self._levels, (self._runs, self._ends), weights, draws
         )
@@ -192,53 +195,29 @@ def _unit(key: np.uint64, counter: int) -> float:
     return (mix_word(key + GOLDEN * np.uint64(counter)) >> np.uint64(11)) * _STEP  # type: ignore[arg-type,return-value]
 
 
-def _require_weights(table: NDArray[Any]) -> None:
-    for window in windows_of(len(table)):
-        weights = table[window]
-        wrong = window.start + np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
-        if len(wrong):
-            raise OptionError(f"weight {wrong[0]} is {table[wrong[0]]}: weights must be numbers of at least 0")
-
-
 @dataclass(frozen=True, eq=False)
 class _Weighted(Sampling):
-    """Base class: the common options, and the draws once the weights are known."""
+    """Base class: the common options. `_weights_in` gives the weights of the rows of a dataset."""
 
     _: KW_ONLY
     block_size: int = DEFAULT_BLOCK_SIZE
     total_size: int | None = None
     replace: bool = True
-    _draws: Draws | None = field(default=None, init=False, repr=False)
-
-    shuffles_fetch = True
-    repeats = property(attrgetter("replace"))
-
-    def n_rows(self, dataset_rows: int) -> int:
-        """Number of rows per epoch: `total_size`, or the number of rows with a weight above 0."""
-        return self._resolved().n_rows(dataset_rows)
-
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        return self._resolved().rows(start, stop, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
-
-    @property
-    def indices(self) -> Rows | None:  # type: ignore[override]
-        """The rows that weigh something, ascending; None for all rows."""
-        return self._resolved().indices
-
-    def _resolved(self) -> Draws:
-        if self._draws is None:
-            raise OptionError(f"{self} names an obs column: call bound(dataset) first, as the Loader does")
-        return self._draws
-
-    def _draw(self, table: NDArray[Any], codes: Codes | None) -> Draws:
-        return Draws(table, codes, block_size=self.block_size, total_size=self.total_size, replace=self.replace)
 
     def _require_options(self) -> None:
         require_count(block_size=self.block_size)
         if self.total_size is not None:
             require_count(total_size=self.total_size)
-        if not isinstance(self.replace, bool):
-            raise OptionError(f"replace must be True or False, not {self.replace!r}")
+        require_flag(replace=self.replace)
+
+    def order(self, dataset: Table, batch_size: int, fetch_rows: int) -> Order:
+        table, codes = self._weights_in(dataset)
+        draws = Draws(table, codes, block_size=self.block_size, total_size=self.total_size, replace=self.replace)
+        return draws.order(dataset)
+
+    @abstractmethod
+    def _weights_in(self, dataset: Table) -> tuple[NDArray[Any], Codes | None]:
+        """The table and codes of Draws."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,10 +238,12 @@ class BlockWeightedSampling(_Weighted):
 
     For the weights of some rows only, give the Loader a view of them.
 
-    Raises OptionError for invalid weights or options; when a Loader is made, also for a label that does not exist.
+    Raises OptionError for invalid options; when a Loader is made, also for invalid weights, and for a label that does
+    not exist.
 
     >>> sampling = zl.BlockWeightedSampling([1, 0, 1, 4], block_size=1, total_size=12)
-    >>> sorted(sampling.rows(0, 12, dataset_rows=4, seed=0, epoch=0).tolist())
+    >>> loader = zl.Loader(dataset[:4], sampling=sampling, batch_size=12)
+    >>> sorted(next(iter(loader)).index.tolist())
     [0, 0, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3]
     >>> rare = zl.BlockWeightedSampling({"T": 1, "NK": 10}, column="cell_type", total_size=100)
     >>> loader = zl.Loader(dataset, sampling=rare)
@@ -275,22 +256,19 @@ class BlockWeightedSampling(_Weighted):
 
     def __post_init__(self) -> None:
         self._require_options()
-        if isinstance(self.weights, Mapping) != (self.column is not None):
+        weights: Any = self.weights
+        by_label = isinstance(weights, Mapping)
+        if by_label != (self.column is not None) or (not by_label and np.ndim(weights) != 1):
             raise OptionError(
                 "weights must be one number per row, or a mapping from labels to weights together with column="
             )
-        if not isinstance(self.weights, Mapping):
-            table = np.asarray(self.weights)
-            if table.ndim != 1 or table.dtype.kind not in "biuf":
-                raise OptionError(f"weights must be one number per row, not {table.dtype} of shape {table.shape}")
-            if table.dtype not in (np.float32, np.float64):
-                table = table.astype(np.float64)
-            object.__setattr__(self, "_draws", self._draw(table, None))
 
-    def bound(self, dataset: Table) -> _Weighted | Draws:
-        """The sampling with the weights of all rows looked up by label. Raises OptionError for an unknown label."""
+    def _weights_in(self, dataset: Table) -> tuple[NDArray[Any], Codes | None]:
         if self.column is None or not isinstance(self.weights, Mapping):
-            return self
+            table = np.asarray(self.weights)
+            if table.dtype.kind not in "biuf":
+                raise OptionError(f"weights must be one number per row, not {table.dtype}")
+            return (table if table.dtype in (np.float32, np.float64) else table.astype(np.float64)), None
         found = dataset.obs_column(self.column)
         if found.categories is None:
             raise OptionError(
@@ -303,10 +281,15 @@ class BlockWeightedSampling(_Weighted):
                 raise OptionError(
                     f"weights names the label {label!r}, but the labels of obs column {self.column!r} are: {known}"
                 )
-            if not is_number(weight) or not 0 <= weight < np.inf:
-                raise OptionError(f"weights has {weight!r} for {label!r}: give a number of at least 0")
-            table[found.categories.get_loc(label)] = weight
-        return self._draw(table, found.values)
+            table[found.categories.get_loc(label)] = require_weight(label, weight)
+        return table, found.values
+
+
+def require_weight(label: Any, weight: Any) -> float:
+    """A weight of a label or group as a float. Raises OptionError unless it is a number of at least 0."""
+    if not is_number(weight) or not 0 <= weight < np.inf:
+        raise OptionError(f"{label!r} has the weight {weight!r}: give a number of at least 0")
+    return float(weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,9 +301,6 @@ class ClassBalancedSampling(_Weighted):
     row of the dataset. Rows without a label (code -1, None, NaN, NaT) are never drawn. Raises OptionError for a column
     of fractions, and for invalid options.
 
-    >>> sampling = zl.ClassBalancedSampling(["T", "T", "T", "NK"], block_size=1, total_size=12)
-    >>> sorted(sampling.rows(0, 12, dataset_rows=4, seed=0, epoch=0).tolist())
-    [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
     >>> loader = zl.Loader(dataset, obs=["cell_type"], sampling=zl.ClassBalancedSampling("cell_type"))
     """
 
@@ -333,25 +313,20 @@ class ClassBalancedSampling(_Weighted):
                 f"labels must be the name of an obs column, or one label per row of the dataset, not "
                 f"{self.labels!r:.100}"
             )
-        if not isinstance(self.labels, str):
-            object.__setattr__(self, "_draws", self._balanced("labels", as_numbers("labels", self.labels)))
 
     def __repr__(self) -> str:
         labels = repr(self.labels) if isinstance(self.labels, str) else f"{len(self.labels)} labels"
         return f"ClassBalancedSampling({labels}, block_size={self.block_size}, total_size={self.total_size})"
 
-    def bound(self, dataset: Table) -> _Weighted | Draws:
-        """The sampling with the classes of the column counted."""
-        if not isinstance(self.labels, str):
-            return self
-        return self._balanced(f"obs column {self.labels!r}", dataset.obs_column(self.labels))
-
-    def _balanced(self, name: str, column: ObsColumn) -> Draws:
-        codes, n_classes = column.classes(name)
+    def _weights_in(self, dataset: Table) -> tuple[NDArray[Any], Codes | None]:
+        if isinstance(self.labels, str):
+            codes, n_classes = dataset.obs_column(self.labels).classes(f"obs column {self.labels!r}")
+        else:
+            codes, n_classes = as_numbers("labels", self.labels).classes("labels")
         counts = np.zeros(n_classes + 1, np.int64)
         count_codes(codes, counts)
         counts[-1] = 0  # rows without a label are never drawn
-        return self._draw(np.divide(1.0, counts, out=np.zeros(n_classes + 1), where=counts > 0), codes)
+        return np.divide(1.0, counts, out=np.zeros(n_classes + 1), where=counts > 0), codes
 
 
 class Mixture(Sampling):
@@ -388,9 +363,6 @@ class Mixture(Sampling):
     [12, 20]
     """
 
-    shuffles_fetch = True
-    repeats = True  # of a small group, within an epoch
-
     def __init__(
         self,
         groups: Mapping[str, tuple[Any, float]],
@@ -401,60 +373,42 @@ class Mixture(Sampling):
         require_count(block_size=block_size)
         if epoch_rows is not None:
             require_count(epoch_rows=epoch_rows)
-        self.weights = {name: _share(name, pair) for name, pair in _pairs(groups)}
+        pairs = groups.items() if isinstance(groups, Mapping) else ()
+        if not pairs or not all(
+            isinstance(name, str) and isinstance(pair, tuple | list) and len(pair) == 2 for name, pair in pairs
+        ):
+            raise OptionError(
+                "groups must be a mapping from names to pairs of rows and a weight, such as "
+                f'{{"a": (dataset_a, 0.7), "b": (dataset_b, 0.3)}}, not {groups!r:.100}'
+            )
+        self.weights = {name: require_weight(name, weight) for name, (_, weight) in pairs}
         if not any(self.weights.values()):
             raise OptionError(f"every group has the weight 0, so there would be no minibatch: {self.weights}")
-        self.groups = {name: rows for name, (rows, _) in groups.items()}
+        self.groups = {name: rows for name, (rows, _) in pairs}
         self.epoch_rows = None if epoch_rows is None else int(epoch_rows)
         self.block_size = int(block_size)  # NumPy integers overflow
 
     def __repr__(self) -> str:
         return f"Mixture({self.weights}, epoch_rows={self.epoch_rows}, block_size={self.block_size})"
 
-    def bound(self, dataset: Table) -> Draws:
-        """The draws of the groups' rows. Rows of the same groups have the same code."""
+    def order(self, dataset: Table, batch_size: int, fetch_rows: int) -> Order:
+        # Rows of the same groups have the same code.
         codes, table, n_rows = np.zeros(dataset.n_obs, np.uint32), [0.0], 0
         whole = max(self.weights.values())
         for name, rows in self.groups.items():
-            chosen = dataset.rows_of(rows)
+            mask = dataset.rows_of(rows).mask()
             if not self.weights[name]:
                 continue
-            if not len(chosen):
+            size = int(np.count_nonzero(mask))
+            if not size:
                 raise OptionError(f"the group {name!r} has no row: give it another group of rows, or the weight 0")
-            n_rows += len(chosen)
-            mask = chosen.mask()
+            n_rows += size
             before = np.unique(codes[mask])
             new_code = np.zeros(len(table), np.uint32)
             new_code[before] = len(table) + np.arange(len(before))
-            table += [table[code] + self.weights[name] / whole / len(chosen) for code in before.tolist()]
+            table += [table[code] + self.weights[name] / whole / size for code in before.tolist()]
             codes[mask] = new_code[codes[mask]]
         codes = codes.astype(np.min_scalar_type(len(table)))
         total_size = n_rows if self.epoch_rows is None else self.epoch_rows
-        return Draws(np.array(table), codes, block_size=self.block_size, total_size=total_size, replace=True)
-
-    def n_rows(self, dataset_rows: int) -> int:
-        raise OptionError(f"{self} does not know its rows yet: call bound(dataset) first, as the Loader does")
-
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        raise OptionError(f"{self} does not know its rows yet: call bound(dataset) first, as the Loader does")
-
-
-def _pairs(groups: Any) -> Iterator[tuple[str, Any]]:
-    """The names and pairs of a mapping. Raises OptionError for anything else."""
-    if not isinstance(groups, Mapping) or not groups:
-        raise OptionError(
-            f'groups must be a mapping such as {{"a": (dataset_a, 0.7), "b": (dataset_b, 0.3)}}, not {groups!r:.100}'
-        )
-    for name, pair in groups.items():
-        if not isinstance(name, str):
-            raise OptionError(f"the names of groups are strings, but groups has {name!r:.100}")
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise OptionError(f"the group {name!r} must be a pair of its rows and its weight, not {pair!r:.100}")
-        yield name, pair
-
-
-def _share(name: str, pair: tuple[Any, Any]) -> float:
-    weight = pair[1]
-    if not is_number(weight) or not 0 <= weight < math.inf:
-        raise OptionError(f"the group {name!r} has the weight {weight!r}: give a number of at least 0")
-    return float(weight)
+        draws = Draws(np.array(table), codes, block_size=self.block_size, total_size=total_size, replace=True)
+        return draws.order(dataset)

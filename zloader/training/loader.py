@@ -20,13 +20,12 @@ from zloader.common.locks import cached_property
 from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
 from zloader.dataset.dataset import Dataset, require_dataset
-from zloader.order.cell_sets import BoundCellSets, SetCounts
-from zloader.order.controls import MatchedControls
-from zloader.order.neighbors import Neighbors
+from zloader.order.cell_sets import SetCounts, SetOrder
+from zloader.order.companions import MatchedControls, Neighbors
 from zloader.order.plan import Plan
 from zloader.order.ranks import Rank, own_rank
 from zloader.order.resume import Position, as_state, described, position_of, resumed
-from zloader.order.sampling import Sampling, fitted
+from zloader.order.sampling import Sampling
 from zloader.order.shuffling import sampling_of
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler
@@ -156,14 +155,15 @@ class Loader(_Dataset):
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
-        self._sampling = fitted(
-            self._wanted_sampling, dataset=self.dataset, fetch_rows=fetch_rows, batch_size=self.batch_size
+        self._order = self.dataset.ordered(
+            self._wanted_sampling, batch_size=int(self.batch_size), fetch_rows=fetch_rows
         )
-        self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._sampling)
+        self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._order)
         # How this loader makes minibatches, in this process or in another that has a copy.
         self.recipes = LoaderRecipes(
             dataset=self.dataset,
-            sampling=self._sampling,
+            sampling=self._wanted_sampling,
+            order=self._order,
             companions=self._companions,
             x=self.x,
             obs=self.obs,
@@ -210,7 +210,7 @@ class Loader(_Dataset):
     @property
     def set_counts(self) -> SetCounts | None:
         """How many groups, rows and sets CellSets has, and how many it leaves out; None for another sampling."""
-        return self._sampling.counts if isinstance(self._sampling, BoundCellSets) else None
+        return self._order.counts if isinstance(self._order, SetOrder) else None
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`; later iterations count up from there."""
@@ -221,8 +221,7 @@ class Loader(_Dataset):
         """The plan of a whole epoch for this rank. Raises OptionError for sizes that cannot work together."""
         rank, world_size = self._rank()
         return Plan(
-            dataset_rows=self.dataset.whole.n_obs,
-            sampling=self.dataset.sampled(self._sampling),
+            order=self._order,
             batch_size=self.batch_size,
             fetch_factor=self.fetch_factor,
             seed=self.seed,

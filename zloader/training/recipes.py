@@ -16,11 +16,9 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import modality_of
-from zloader.order.cell_sets import BoundCellSets
-from zloader.order.companions import Companions
-from zloader.order.controls import MatchedControls
-from zloader.order.neighbors import Neighbors
-from zloader.order.sampling import Sampling
+from zloader.order.cell_sets import SetOrder
+from zloader.order.companions import BoundControls, BoundNeighbors, Companions, MatchedControls, Neighbors
+from zloader.order.sampling import Order, Sampling
 from zloader.reading import gather
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
@@ -47,6 +45,7 @@ class LoaderRecipes:
 
     dataset: Dataset
     sampling: Sampling
+    order: Order
     companions: Companions | None
     x: str | Sequence[str] | None
     obs: Sequence[str]
@@ -236,7 +235,7 @@ class LoaderRecipes:
 
     def minibatches(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
         """The minibatches between cuts of arrays, with the companions and the sets that the sampling gives."""
-        if self.companions is None and not isinstance(self.sampling, BoundCellSets):
+        if self.companions is None and not isinstance(self.order, SetOrder):
             return self._plain(arrays, cuts)
         return list(map(self._with_sets, gather.cut_apart(arrays, cuts)))
 
@@ -249,11 +248,11 @@ class LoaderRecipes:
         more: dict[str, Any] = {}
         if self.companions is not None:
             arrays, more = self._with_companions(self.companions, arrays)
-        if isinstance(self.sampling, BoundCellSets):
+        if isinstance(self.order, SetOrder):
             assert arrays.sets is not None
             sets = arrays.sets - arrays.sets[0]
             first = arrays.index[np.flatnonzero(np.diff(sets, prepend=-1))]
-            group = {name: self.dataset.whole.obs_column(name) for name in self.sampling.options.group}
+            group = {name: self.dataset.whole.obs_column(name) for name in self.order.group}
             more["set_of_row"] = self._arrays.array(sets)
             more["group"] = {name: column.labels_of(first) for name, column in group.items()}
         return Minibatch(self._only(arrays), **more)
@@ -280,7 +279,7 @@ class LoaderRecipes:
 
 
 def bound_companions(
-    controls: MatchedControls | None, neighbors: Neighbors | None, dataset: Dataset, sampling: Sampling
+    controls: MatchedControls | None, neighbors: Neighbors | None, dataset: Dataset, order: Order
 ) -> Companions | None:
     """The controls and neighbours of a Loader. Raises OptionError if it cannot have them."""
     if not isinstance(controls, MatchedControls | None):
@@ -290,8 +289,8 @@ def bound_companions(
     if controls is None and neighbors is None:
         return None
     return Companions(
-        controls=None if controls is None else controls.bound(dataset, sampling),
-        neighbors=None if neighbors is None else neighbors.bound(dataset, sampling),
+        controls=None if controls is None else BoundControls(controls, dataset, order),
+        neighbors=None if neighbors is None else BoundNeighbors(neighbors, dataset),
     )
 
 

@@ -179,11 +179,11 @@ def _order(options: Request) -> Any:
     recorded = np.load(options["replayed"]).astype(np.int64)
 
     class Replayed(zl.Sampling):
-        def n_rows(self, dataset_rows: int) -> int:
-            return len(recorded)
+        def order(self, dataset: Any, batch_size: int, fetch_rows: int) -> zl.Order:
+            def draw(start: int, stop: int, seed: int, epoch: int) -> Any:
+                return recorded[start:stop]
 
-        def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Any:
-            return recorded[start:stop]
+            return zl.Order(dataset_rows=dataset.n_obs, n_rows=len(recorded), draw=draw)
 
     return Replayed()
 
