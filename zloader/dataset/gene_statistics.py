@@ -1,29 +1,26 @@
-"""Statistics of each gene over the rows of a dataset or view, in one pass through the reading machinery.
+"""Statistics of each gene over the rows of a dataset or view, and the highly variable genes, in one or two passes.
 
-Highly variable genes are chosen by the sums of one or two passes.
-
-The threads that gather rows sum them up, and the sums are merged in the order of the rows, so that the result does not
-depend on the threads. In memory are a few arrays of one number per gene and batch of rows, and the rows within
+A pass iterates over minibatches in the order of the rows and sums them up as they come, so that the result does not
+depend on threads. In memory are a few arrays of one number per gene and batch of rows, and the rows within
 FetchOptions.memory.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zloader.caching.kept import load_array, save_array
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed, warn_user
 from zloader.common.options import FetchOptions
-from zloader.common.records import CsrArrays, MinibatchArrays
+from zloader.common.records import CsrArrays
 from zloader.dataset.elements import modality_of
 from zloader.dataset.matrices import as_scipy
 from zloader.dataset.store import OpenedStore
@@ -32,9 +29,10 @@ from zloader.order.plan import Plan
 from zloader.order.shuffling import Streaming
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
-from zloader.reading.recipe import Cutting, Recipe, RowColumns
+from zloader.reading.recipe import Recipe, RowColumns
 from zloader.reading.resources import BufferPool
-from zloader.selecting.columns import ObsColumn, is_time
+from zloader.selecting.columns import ObsColumn
+from zloader.selecting.groups import by_value, groups_of
 from zloader.transforms.normalizing import LogNormalize
 from zloader.transforms.statistics import GeneStatistics, Moments, Numbers, statistics_of
 from zloader.transforms.transform import Transform, transforms_of
@@ -49,50 +47,13 @@ from zloader.transforms.variable_genes import (
     table_of_counts,
 )
 
-_VERSION = 2  # of the numbers in the cache
+_VERSION = 3  # of the numbers in the cache
 _PART_ROWS = 1024  # rows summed up at once, at least: merging costs a few arrays of n_vars numbers
 _PARTS = 16  # per fetch
 
 
 Sums: TypeAlias = Moments | CountSums  # over rows; parts are merged in the order of the rows
 SumUp: TypeAlias = Callable[[CsrArrays, int], Sums]  # of some rows and the number of their batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batches:
-    """The rows by the values of an obs column, or all rows as one batch.
-
-    `values` are those of the batches, ascending, `labels` what they stand for, and `n_obs` the numbers of their rows.
-    `column` is the column of all rows of the dataset.
-    """
-
-    n_obs: NDArray[np.int64]
-    name: str | None = None
-    values: NDArray[Any] | None = None
-    labels: Sequence[Any] = ()
-    column: ObsColumn | None = None
-
-    def split(self, minibatch: MinibatchArrays) -> Iterator[tuple[int, CsrArrays]]:
-        """The number of each batch that has some of these rows, and its rows."""
-        (x,) = minibatch.x.values()
-        assert isinstance(x, CsrArrays)
-        if self.values is None:
-            yield 0, x
-            return
-        values = self.values.view(np.int64) if is_time(self.values.dtype) else self.values  # dates of rows are int64
-        numbers = np.searchsorted(values, minibatch.obs[str(self.name)])
-        for number in np.unique(numbers).tolist():
-            rows = numbers == number
-            chosen = as_scipy(x)[slice(None) if rows.all() else np.flatnonzero(rows)]
-            yield number, replace(x, indptr=chosen.indptr, indices=chosen.indices, values=chosen.data)
-
-
-class _Part(dict[int, Sums]):
-    """The sums of some rows by the number of their batch, as an item that a FetchScheduler puts."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.values())
 
 
 class StatisticsPass:
@@ -122,9 +83,33 @@ class StatisticsPass:
         self.matrices, self.n_obs = table.matrices.of_all_genes, table.n_obs
         self.dataset_rows = table.observations.n_rows
         self.options = options or FetchOptions()
-        self.batches = Batches(n_obs=np.array([table.n_obs]))
+        self.batch_key, self.sizes, self.labels = batch_key, np.array([table.n_obs]), ["these rows"]
+        self.batch_of_row: ObsColumn | None = None
         if batch_key is not None:
-            self.batches = _batches_of(batch_key, table)
+            self._group_rows(batch_key)
+
+    def _group_rows(self, name: str) -> None:
+        """Numbers the batches, which are the values of an obs column, ascending, and those of all rows of the dataset.
+
+        Raises OptionError for rows without a label, and for batches of a single row, which has no variance.
+        """
+        column = self.table.obs_column
+        groups = groups_of([name], column, self.n_obs)
+        missing, alone = groups.sizes[~groups.complete].sum(), np.flatnonzero(groups.sizes < 2)
+        if missing:
+            raise OptionError(
+                f"{missing} rows have no batch, because obs column {name!r} has no label there: leave them out, as in "
+                f'dataset.where("`{name}`.notna()")'
+            )
+        if len(alone):
+            raise OptionError(
+                f"batches of obs column {name!r} that have a single row, and so no variance: "
+                f"{groups.listed(alone, column)}. Leave these rows out, or take another column"
+            )
+        numbers = np.zeros(self.dataset_rows, groups.codes.dtype)
+        numbers[self.table._rows_of_whole(np.arange(self.n_obs))] = groups.codes
+        self.batch_of_row, self.sizes = ObsColumn(values=numbers), groups.sizes
+        self.labels = [f"batch {groups.named(number, column)}" for number in range(len(groups))]
 
     def statistics(self) -> GeneStatistics:
         """The statistics of all genes over all rows, from the cache if they are there."""
@@ -139,13 +124,13 @@ class StatisticsPass:
 
         `name` identifies the result in the cache, and `title` says on a progress bar what is computed.
         """
-        recipe, genes = self._recipe(sum_up), self.matrices.gene_names(self.x)
+        recipe, genes = self._recipe(), self.matrices.gene_names(self.x)
         transforms = recipe.transforms[self.x].transforms if recipe.transforms else ()
         directory = self.table.directory
         if directory is None:
             return self._summed(recipe, sum_up, title)
-        dependencies = (self.table.fingerprint, self.x, name, self.batches.name, [str(gene) for gene in genes])
-        kept, shape = f"gene_statistics/{_key(dependencies, transforms)}", (len(self.batches.n_obs), 3, len(genes))
+        dependencies = (self.table.fingerprint, self.x, name, self.batch_key, [str(gene) for gene in genes])
+        kept, shape = f"gene_statistics/{_key(dependencies, transforms)}", (len(self.sizes), 3, len(genes))
         stored = load_array(directory, kept, shape=shape, dtype=np.dtype(np.float64))
         if stored is not None:
             return np.array(stored)
@@ -153,23 +138,19 @@ class StatisticsPass:
         save_array(directory, kept, [found], shape=shape, dtype=found.dtype)
         return found
 
-    def _recipe(self, sum_up: SumUp) -> Recipe:
-        x, column = self.x, self.batches.column
+    def _recipe(self) -> Recipe:
+        x, batches = self.x, {} if self.batch_of_row is None else {str(self.batch_key): self.batch_of_row}
         parts = self.matrices.parts(x, self.options)
         exact = all(np.can_cast(part.matrix.values.dtype, np.float32, "safe") for part in parts)
         dtype = "float32" if exact else "float64"
         listed = transforms_of(self.transforms, [x]).get(x, ())
         transforming = self.matrices.transforming(x, listed, dense=False, dtype=dtype)
 
-        def cut(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[_Part]:
-            return [_Part({batch: sum_up(rows, batch) for batch, rows in self.batches.split(minibatch)})]
-
         return Recipe(
             x={x: parts},
             form=Form(dense=False, dtype=dtype),
             transforms={x: transforming} if listed else {},
-            columns=RowColumns(obs=lambda: {} if column is None else {str(self.batches.name): column}),
-            cutting=Cutting(cut=cut, grows=len(self.batches.n_obs) > 1),
+            columns=RowColumns(obs=lambda: batches),
             sweeps=self.n_obs == self.dataset_rows,
         )
 
@@ -182,15 +163,21 @@ class StatisticsPass:
         merged: dict[int, Any] = {}
         with progress_bars(shown=self.progress, unit="rows") as bars:
             advance = bars.add(title, self.n_obs)
-            for part in scheduler.start(plan.fetches(), name="zloader-statistics"):
-                for batch, sums in part.items():  # type: ignore[attr-defined]
-                    advance(sums.n_obs)
+            for minibatch in scheduler.start(plan.fetches(), name="zloader-statistics"):
+                (part,) = minibatch.x.values()
+                assert isinstance(part, CsrArrays)
+                advance(len(minibatch.index))
+                parts = [(0, part)]
+                if self.batch_of_row is not None:
+                    numbers: Any = minibatch.obs[str(self.batch_key)]
+                    parts = [(batch, _rows_of(part, rows)) for batch, rows in by_value(numbers)]
+                for batch, of_batch in parts:
+                    sums = sum_up(of_batch, batch)
                     if merged.setdefault(batch, sums) is not sums:
                         merged[batch].merge(sums)
         none, n_genes = np.zeros(0, np.int32), self.matrices.n_genes(self.x)
         no_rows = CsrArrays(indptr=np.zeros(1, np.int64), indices=none, values=none.astype(np.float32), n_genes=n_genes)
-        of_batches = (merged.get(batch) or sum_up(no_rows, batch) for batch in range(len(self.batches.n_obs)))
-        return np.stack([sums.numbers() for sums in of_batches])
+        return np.stack([(merged.get(batch) or sum_up(no_rows, batch)).numbers() for batch in range(len(self.sizes))])
 
     # ---- highly variable genes
 
@@ -213,7 +200,7 @@ class StatisticsPass:
         else:
             moments = self._moments()[:, :, at]
         self._require_finite(moments, names)
-        if self.batches.name is None:
+        if self.batch_key is None:
             return dispersions(moments[0], choosing, names)
         return dispersions_of_batches(moments, choosing, names)
 
@@ -227,20 +214,19 @@ class StatisticsPass:
 
     def _of_counts(self, choosing: Choosing, at: Any, names: pd.Index) -> pd.DataFrame:
         load_loess()  # before the pass, which may take long
-        batches = self.batches
         sums = self._numbers("sums of counts", lambda x, _: CountSums(x))[:, :, at]
         self._require_finite(sums, names)
         if sums[:, 2].any():
             warn_user("flavor='seurat_v3' expects counts, but some values are negative or no whole numbers")
-        of_batches = list(zip(sums, batches.n_obs.tolist(), strict=True))
-        where = [f"batch {label}" for label in batches.labels] or ["these rows"]
-        stds = np.stack([expected_std(*each, choosing.span, of) for each, of in zip(of_batches, where, strict=True)])
+        of_batches = list(zip(sums, self.sizes.tolist(), strict=True))
+        labelled = zip(of_batches, self.labels, strict=True)
+        stds = np.stack([expected_std(*each, choosing.span, label) for each, label in labelled])
         limits = np.full((len(stds), self.matrices.n_genes(self.x)), np.inf)  # genes that may not be chosen have none
         limits[:, at] = [clip_limits(*each, std) for each, std in zip(of_batches, stds, strict=True)]
         name = f"clipped counts {hashlib.sha256(limits.tobytes()).hexdigest()}"
         clipped = self._numbers(name, lambda x, batch: CountSums(x, limits[batch]), "clipped counts")[:, :, at]
-        table = table_of_counts(sums, clipped, stds, batches.n_obs, names, choosing)
-        return table if batches.name is not None else table.drop(columns="highly_variable_nbatches")
+        table = table_of_counts(sums, clipped, stds, self.sizes, names, choosing)
+        return table if self.batch_key is not None else table.drop(columns="highly_variable_nbatches")
 
 
 def _key(dependencies: Any, transforms: Sequence[Transform]) -> str:
@@ -258,27 +244,9 @@ def _described(value: Any) -> Any:
     return value
 
 
-def _batches_of(name: str, table: Table) -> Batches:
-    """The batches of the rows of a table by an obs column.
-
-    Raises OptionError for rows without a label, and for batches of a single row, which has no variance.
-    """
-    of_rows = table.obs_column(name)
-    values, n_obs = np.unique(of_rows.values, return_counts=True)
-    missing = values == -1 if of_rows.categories is not None else pd.isna(values)
-    if missing.any():
-        raise OptionError(
-            f"{n_obs[missing].sum()} rows have no batch, because obs column {name!r} has no label there: leave them "
-            f'out, as in dataset.where("`{name}`.notna()")'
-        )
-    labels = values if of_rows.categories is None else of_rows.categories[values]
-    if (n_obs < 2).any():
-        alone = labels[n_obs < 2]
-        raise OptionError(
-            f"batches of obs column {name!r} that have a single row, and so no variance: {listed(alone, 3)}. Leave "
-            "these rows out, or take another column"
-        )
-    return Batches(n_obs=n_obs, name=name, values=values, labels=list(labels), column=table.observations.column(name))
+def _rows_of(x: CsrArrays, rows: Any) -> CsrArrays:
+    chosen = as_scipy(x)[rows]
+    return replace(x, indptr=chosen.indptr, indices=chosen.indices, values=chosen.data)
 
 
 def _base(transforms: Sequence[Transform], stores: Iterable[OpenedStore]) -> float | None:
