@@ -16,9 +16,6 @@ import pytest
 import scipy.io
 import scipy.sparse as sp
 import zarr
-from zarr.abc.buffer import Buffer
-from zarr.abc.store import Store
-from zarr.storage import WrapperStore
 
 import zloader as zl
 from zloader.access.location import Location
@@ -163,18 +160,6 @@ def full_anndata() -> ad.AnnData:
     return adata
 
 
-class FailingStore(WrapperStore[Store]):
-    """A store that calls `before` with the key of every object it stores."""
-
-    def __init__(self, store: Store, before: Callable[[str], None] = lambda key: None) -> None:
-        super().__init__(store)
-        self._before = before
-
-    async def set(self, key: str, value: Buffer) -> None:
-        self._before(key)
-        await self._store.set(key, value)
-
-
 class FailingDestination(Destination):
     """A destination that calls `fail` for every object after the first `survives`; `stored` lists the keys tried."""
 
@@ -190,9 +175,6 @@ class FailingDestination(Destination):
             self.stored.append(key)
         if fails:
             self._fail()
-
-    def zarr_store(self) -> Store:
-        return FailingStore(super().zarr_store(), self._count)
 
     def create_object(self, key: str) -> ObjectWriter:
         with translated(f"write {key} to", self.location.url):

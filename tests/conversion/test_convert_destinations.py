@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.convert import convert_to
 from zloader.conversion.destination import MARKER
-
-UUID = uuid.UUID(int=7).hex
 
 
 @pytest.fixture
@@ -216,7 +213,7 @@ def test_all_that_a_store_and_writers_leave_is_replaced(source: Path, store: Pat
     convert(source, store, overwrite=True)
     whole = files(store)
     not_listed = ["X/data/c/9", "obs/_index/c/1"]
-    under_way = ["X/data/c/0.partial", f"X/data/c/0.{UUID}.partial", f"obs/zarr.{UUID}.partial", f"zarr.{UUID}.partial"]
+    under_way = ["X/data/c/0.partial", "obs/zarr.json.partial", "zarr.json.partial"]
     add(store, *not_listed, *under_way, f"{MARKER}.partial", ".DS_Store", "obs/._index", "obs/.DS_Store")
     convert(source, store, overwrite=True)
     left = files(store)

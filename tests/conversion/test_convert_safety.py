@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
@@ -126,30 +125,20 @@ def test_root_metadata_comes_last(tmp_path: Path) -> None:
     assert len(shards) == len(set(shards)) == 3  # each shard is stored once
 
 
-def test_pending_store_holds_metadata_back() -> None:
-    async def check() -> None:
-        memory = zarr.storage.MemoryStore()
-        store = PendingStore(memory)
-        buffer, other = (zarr.buffer.cpu.Buffer.from_bytes(content) for content in (b"{}", b"other"))
-        prototype = zarr.buffer.default_buffer_prototype()
-        await store._set_many(
-            [("zarr.json", buffer), ("a/zarr.json", buffer), ("a/b/zarr.json", buffer), ("c/0", other)]
-        )
-        for key in ("zarr.json", "c/0"):
-            await store.set_if_not_exists(key, zarr.buffer.cpu.Buffer.from_bytes(b"late"))
-            assert await store.exists(key)
-        assert [key async for key in memory.list()] == ["c/0"]
-        assert (await store.get("zarr.json", prototype)).to_bytes() == b"{}"
-        assert (await store.get("c/0", prototype)).to_bytes() == b"other"
-        assert [name async for name in store.list_dir("")] == ["a", "zarr.json"]
-        assert [name async for name in store.list_dir("a")] == ["b", "zarr.json"]
-        await store.delete("a/b/zarr.json")
-        assert not await store.exists("a/b/zarr.json")
-        store.abandon()  # a write still pending in zarr's thread must not reach a later conversion
-        with pytest.raises(errors.StoreError, match="interrupted"):
-            await store.set("c/1", other)
-
-    asyncio.run(check())
+def test_pending_store_holds_back_metadata_and_what_is_being_written() -> None:
+    stored: dict[str, bytes] = {}
+    store = PendingStore(stored.__setitem__, "here")
+    group = zarr.create_group(store).create_group("a/b")
+    group.create_array("c", data=np.arange(3))
+    assert stored == {}
+    store.flush()
+    assert list(stored) == ["a/b/c/c/0"]
+    group["c"][:] = 7
+    store.commit()
+    depths = [key.count("/") for key in stored if key.endswith("zarr.json")]
+    assert depths == sorted(depths, reverse=True) == [3, 2, 1, 0]
+    kept = zarr.storage.MemoryStore({key: zarr.buffer.cpu.Buffer.from_bytes(value) for key, value in stored.items()})
+    assert zarr.open_group(kept, mode="r")["a/b/c"][:].tolist() == [7, 7, 7]
 
 
 # ---- existing stores
@@ -338,7 +327,7 @@ BAD = {
         errors.SourceError,
         "gene 7 .*row 60.*0 to 59",
     ),
-    "csc indptr": (edited(set_item("X/indptr", 7, 10**6), "csc"), errors.SourceError, "gene 6"),
+    "csc indptr": (edited(set_item("X/indptr", 7, 10**6), "csc"), errors.SourceError, "wrong at gene 7"),
 }
 
 
@@ -373,7 +362,7 @@ def test_source_that_may_not_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a directory in which not even root may write")
 def test_directory_that_may_not_be_written(tmp_path: Path) -> None:
-    with pytest.raises(errors.AccessDeniedError, match="not allowed to write to /sys/zloader"):
+    with pytest.raises(errors.AccessDeniedError, match=r"not allowed to write zloader\.partial to /sys"):
         convert(write_h5ad(tmp_path / "a.h5ad", counts()), "/sys/zloader")
 
 

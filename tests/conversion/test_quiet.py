@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import resource
@@ -19,11 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-import zarr.core.codec_pipeline
 from sources import SMALL, convert, counts, disk_full, files, frame, write_h5ad
-from zarr.abc.buffer import Buffer
-from zarr.abc.store import Store
-from zarr.storage import LocalStore, MemoryStore
+from zarr.storage import MemoryStore
 
 from zloader.access.location import Location
 from zloader.common import errors
@@ -33,7 +29,6 @@ from zloader.conversion.encode import ChunkEncoder, zarr_codecs
 from zloader.conversion.matrix import ShardWriter, threads
 from zloader.conversion.object_writer import (
     ObjectWriter,
-    PendingWrites,
     run_to_completion,
     translated,
 )
@@ -73,24 +68,8 @@ class BusyDestination(Destination):
                 self.under_way.remove(key)
                 self.changed.notify_all()
 
-    def zarr_store(self) -> Store:
-        return _BusyStore(self)
-
     def create_object(self, key: str) -> ObjectWriter:
         return _BusyObject(super().create_object(key), key, self)
-
-
-class _BusyStore(LocalStore):
-    def __init__(self, destination: BusyDestination) -> None:
-        super().__init__(destination.location.path)
-        self._destination = destination
-
-    async def set(self, key: str, value: Buffer) -> None:
-        await asyncio.to_thread(self._write, key, value)
-
-    def _write(self, key: str, value: Buffer) -> None:
-        with self._destination.writing(key):
-            self.set_sync(key, value)
 
 
 class _BusyObject(ObjectWriter):
@@ -176,7 +155,7 @@ def _main_waits(*functions: str) -> bool:
 
 
 def _main_waits_to_end() -> bool:
-    return _main_waits("run_to_completion", "_despite_interrupts")
+    return _main_waits("run_to_completion")
 
 
 @pytest.fixture(scope="module")
@@ -206,13 +185,6 @@ def test_convert_fails_when_all_has_ended(tmp_path: Path, source: Path, pair: st
     with pytest.raises(errors.StoreError, match="No space left"):
         convert_to(destination, source, options=SMALL)
     assert MARKER in assert_quiet(destination)
-
-
-@pytest.mark.skipif(not hasattr(zarr.core.codec_pipeline, "FusedCodecPipeline"), reason="zarr has one pipeline")
-def test_whatever_pipeline_zarr_is_told_to_use(tmp_path: Path, source: Path) -> None:
-    """A pipeline that writes in its own threads would not be waited for."""
-    with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.FusedCodecPipeline"}):
-        test_convert_fails_when_all_has_ended(tmp_path, source, "chunks of an element")
 
 
 # ---- Ctrl-C while a write is in progress
@@ -360,18 +332,4 @@ def test_a_write_that_does_not_end_is_said() -> None:
 
     with Interrupts(begun.is_set, times=1), pytest.raises(errors.StoreError, match="to X is still running after 0 s"):
         run_to_completion(write, "X", deadline_s=0.01)
-
-    async def check() -> None:
-        writes = PendingWrites("X")
-        outer = asyncio.ensure_future(writes.run(asyncio.to_thread(write)))
-        await asyncio.to_thread(begun.wait, DEADLINE_S)
-        outer.cancel()
-        with pytest.raises(errors.StoreError, match="to X is still running after 0 s"):
-            await asyncio.to_thread(writes.end, deadline_s=0.01)
-        freed.set()
-        await asyncio.to_thread(writes.end)
-        with pytest.raises(errors.StoreError, match="interrupted"):
-            await writes.run(asyncio.to_thread(write))
-
-    begun.clear()
-    asyncio.run(check())
+    freed.set()

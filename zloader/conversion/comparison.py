@@ -28,11 +28,11 @@ from zloader.common.errors import (
 )
 from zloader.common.progress import Bars
 from zloader.common.records import Rows
-from zloader.conversion.arranged import SOURCE_ROW
 from zloader.conversion.elements import ElementWriter
 from zloader.conversion.encode import ConvertOptions
 from zloader.conversion.hierarchy import Findings
 from zloader.conversion.port import Matrix, Opened, Part, Window
+from zloader.conversion.reorder import SOURCE_ROW
 from zloader.conversion.selection import RENAMED, Selection
 from zloader.dataset.store import OpenedStore
 from zloader.selecting.gene_names import GenesBy

@@ -30,13 +30,13 @@ from zloader.common.machine import keep_freed_memory
 from zloader.common.messages import listed, printable
 from zloader.common.progress import Bars, progress_bars
 from zloader.common.version import __version__
-from zloader.conversion.arranged import SOURCE_ROW
 from zloader.conversion.destination import Destination
 from zloader.conversion.elements import ElementWriter, MetadataStore, library_settings
 from zloader.conversion.encode import CHUNK_FORM, ConvertOptions, working_bytes
 from zloader.conversion.matrix import MatrixWriter, threads
 from zloader.conversion.opening import Reading, Sources, damage_of_sources, open_parts
 from zloader.conversion.port import Opened
+from zloader.conversion.reorder import SOURCE_ROW
 from zloader.conversion.selection import Selection
 from zloader.selecting.gene_names import GenesBy
 
@@ -238,7 +238,7 @@ class _Conversion:
             existing, groups = frozenset(destination.objects()) if resuming else frozenset(), {}
             for part in self._parts:
                 group = zarr.create_group(store, path=part.path, zarr_format=3, attributes=dict(part.attributes))
-                ElementWriter(group, self._options, of=self._of).write_content(part.content)
+                ElementWriter(group, self._options, of=self._of, flush=store.flush).write_content(part.content)
                 groups[part.path] = group
             results: dict[str, Any] = {"values": 0, "dtypes_changed": {}, "rows_made_canonical": {}}
             with threads(destination.location.url) as pool:

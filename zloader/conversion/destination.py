@@ -7,22 +7,18 @@ records the sources and options, so that the conversion can be resumed.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zarr
 import zarr.errors
-from zarr.abc.buffer import Buffer, BufferPrototype
-from zarr.abc.store import ByteRequest, Store
-from zarr.core.sync import sync
-from zarr.storage import WrapperStore
+from zarr.storage import MemoryStore
 
 from zloader.access.listed_store import METADATA, is_metadata
 from zloader.access.location import Location
@@ -39,8 +35,8 @@ from zloader.common.messages import listed
 from zloader.conversion.object_writer import (
     PARTIAL,
     ObjectWriter,
-    PendingWrites,
     delete_objects,
+    put_all,
     run_to_completion,
     translated,
 )
@@ -50,7 +46,6 @@ MARKER = "zloader.partial"
 CHECKPOINT = f"{MARKER}-"  # begins the names of objects that say how far a matrix is stored
 _ELEMENTS = ("X", "raw", "obs", "var", "obsm", "varm", "obsp", "varp", "layers", "uns", "mod", "obsmap", "varmap")
 _CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*|c")  # c/0/1 of Zarr v3, c of its scalars, 0.1 or 0/1 of v2
-_PARTIAL = re.compile(rf"(?s)(.+?)(\.[0-9a-f]{{32}})?{re.escape(PARTIAL)}")  # zarr inserts a UUID
 # Files that desktops create in every folder, and the empty objects ending in a slash by which S3 consoles show folders.
 _LITTER = re.compile(r"(?s)(.*/)?(\.DS_Store|\._[^/]*|Thumbs\.db|desktop\.ini|)")
 _NOTE = "An unfinished zloader conversion: convert again, or continue it with --resume."
@@ -137,12 +132,11 @@ class Destination:
                 self._complete(self._mark, None)  # so that anyone may clear what is left of the old store
                 self._complete(self._clear)
             self._complete(self._mark, journal)
-        store = PendingStore(self.zarr_store(), self.location.url)
+        store = PendingStore(self.put, self.location.url)
         try:
             yield store
             store.commit()
         except BaseException as error:
-            store.abandon()
             if isinstance(error, (SourceError, OptionError)) and not resuming:
                 with contextlib.suppress(StoreError):  # what is left can be replaced, and the first error is raised
                     self._complete(self._drop_unfinished)
@@ -167,17 +161,7 @@ class Destination:
 
     def put(self, key: str, stored: bytes) -> None:
         """Stores an object, which appears at once."""
-        writer = self.create_object(key)
-        try:
-            writer.write(stored)
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
-
-    def zarr_store(self) -> Store:
-        """A writable zarr store."""
-        return self.location.zarr_store(read_only=False)
+        _put(self.create_object(key), stored)
 
     def create_object(self, key: str) -> ObjectWriter:
         """Starts writing an object."""
@@ -194,16 +178,7 @@ class Destination:
         run_to_completion(partial(write, *args), self.location.url)
 
     def _mark(self, journal: Mapping[str, Any] | None) -> None:
-        with translated("write to", self.location.url):
-            if self.location.scheme == "file":
-                self.location.filesystem().makedirs(self.location.path, exist_ok=True)
-        writer = ObjectWriter(self.location, MARKER)
-        try:
-            writer.write(json.dumps({"note": _NOTE, "journal": journal}).encode())
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
+        _put(ObjectWriter(self.location, MARKER), json.dumps({"note": _NOTE, "journal": journal}).encode())
 
     def _unmark(self) -> None:
         """Deletes the checkpoints and then the mark."""
@@ -247,85 +222,37 @@ class Destination:
                     filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
 
 
-class PendingStore(WrapperStore[Store]):
-    """Keeps all metadata (`zarr.json`) in memory until `commit`, so that no group or array opens before.
+def _put(writer: ObjectWriter, stored: bytes) -> None:
+    try:
+        writer.write(stored)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
 
-    Metadata is looked up only in memory, which saves about ten requests per new array.
+
+class PendingStore(MemoryStore):
+    """Keeps what zarr writes in memory, until it is stored with `put`. So zarr's own threads write nothing there.
+
+    Metadata (`zarr.json`) stay until `commit`, so that no group or array opens before.
     """
 
-    def __init__(self, store: Store, url: str = "") -> None:
-        super().__init__(store)
-        self._url = url
-        self._metadata: dict[str, Buffer] = {}
-        self._writes = PendingWrites(url)
+    def __init__(self, put: Callable[[str, bytes], None], url: str) -> None:
+        super().__init__()
+        self._put, self._url = put, url
+
+    def flush(self) -> None:
+        """Stores the chunks that have been written."""
+        self._store_all([key for key in self._store_dict if not is_metadata(key)])
 
     def commit(self) -> None:
-        """Stores the metadata, those of a group after all that it holds, and the root's last. Then the store opens."""
-        sync(self._commit())
+        """Stores the rest: the metadata of a group after all that it holds, and the root's last. Then it opens."""
+        self.flush()
+        for depth in sorted({key.count("/") for key in self._store_dict}, reverse=True):
+            self._store_all([key for key in self._store_dict if key.count("/") == depth])
 
-    def abandon(self) -> None:
-        """Refuses further writes and waits for those in progress.
-
-        zarr's own thread continues its writes after Ctrl-C, and after one of several writes has failed. Raises
-        StoreError if a write does not end in time.
-        """
-        self._writes.end()
-
-    async def _commit(self) -> None:
-        depths = {key: key.count("/") for key in self._metadata}
-        for depth in sorted(set(depths.values()), reverse=True):
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for key, value in self._metadata.items():
-                        if depths[key] == depth:
-                            group.create_task(self._put(key, value))
-            except BaseExceptionGroup as failed:
-                raise failed.exceptions[0] from None
-
-    async def _put(self, key: str, value: Buffer) -> None:
-        with translated(f"write {key} to", self._url):
-            await self._writes.run(self._store.set(key, value))
-
-    async def set(self, key: str, value: Buffer) -> None:
-        if is_metadata(key):
-            self._metadata[key] = value
-        else:
-            await self._put(key, value)
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        if is_metadata(key):
-            return self._metadata.get(key)
-        with translated(f"read {key} from", self._url):
-            return await self._store.get(key, prototype, byte_range)
-
-    async def exists(self, key: str) -> bool:
-        if is_metadata(key):
-            return key in self._metadata
-        with translated(f"look for {key} in", self._url):
-            return await self._store.exists(key)
-
-    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        if not await self.exists(key):
-            await self.set(key, value)
-
-    async def _set_many(self, values: Iterable[tuple[str, Buffer]]) -> None:
-        for key, value in values:
-            await self.set(key, value)
-
-    async def delete(self, key: str) -> None:
-        if is_metadata(key):
-            self._metadata.pop(key, None)
-        else:
-            await self._writes.run(self._store.delete(key))
-
-    async def delete_dir(self, prefix: str) -> None:
-        await self._writes.run(self._store.delete_dir(prefix))
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """The names of the groups and arrays directly below a prefix."""
-        above = f"{prefix.rstrip('/')}/" if prefix else ""
-        for name in sorted({key[len(above) :].split("/")[0] for key in self._metadata if key.startswith(above)}):
-            yield name
+    def _store_all(self, keys: Sequence[str]) -> None:
+        put_all((partial(self._put, key, self._store_dict.pop(key).to_bytes()) for key in keys), self._url)
 
 
 # ---- what belongs to a store: only these objects may be replaced
@@ -381,11 +308,7 @@ def _not_anndata(location: Location, why: str) -> StoreExistsError:
 
 def _finished(key: str) -> str:
     """The final key of a partial object; other keys are returned unchanged."""
-    match = _PARTIAL.fullmatch(key)
-    if key == MARKER or not match:
-        return key
-    is_node = match[2] and match[1].rpartition("/")[2] == "zarr"  # zarr replaces the suffix .json
-    return f"{match[1]}.json" if is_node else match[1]
+    return key if key == MARKER else key.removesuffix(PARTIAL)
 
 
 def _belongs(key: str, nodes: Mapping[str, bool] | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import anndata as ad
@@ -60,9 +60,11 @@ def library_settings() -> Iterator[None]:
 class ElementWriter:
     """Writes elements below a group, with checksums and without omitting chunks. Raises SourceError or StoreError."""
 
-    def __init__(self, root: zarr.Group, options: ConvertOptions, *, of: str) -> None:
-        """`of` names the sources in messages."""
-        self._options, self._of = options, of
+    def __init__(
+        self, root: zarr.Group, options: ConvertOptions, *, of: str, flush: Callable[[], None] = lambda: None
+    ) -> None:
+        """`of` names the sources in messages. `flush` is called after each array or element."""
+        self._options, self._of, self._flush = options, of, flush
         self._groups = {"": root}  # by path
 
     def write_content(self, content: Content) -> None:
@@ -100,8 +102,9 @@ class ElementWriter:
         try:
             if isinstance(element, np.ndarray) and element.dtype.kind in "mM":
                 self._write_times(group, name, element)
-                return
-            anndata.experimental.write_dispatched(group, name, element, callback=self._write)
+            else:
+                anndata.experimental.write_dispatched(group, name, element, callback=self._write)
+            self._flush()
         except SourceError as error:
             raise SourceError(f"{path} of {self._of} cannot be stored: {error}") from error
         except ZloaderError:

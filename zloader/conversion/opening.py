@@ -30,12 +30,11 @@ from zloader.common.errors import (
 )
 from zloader.common.messages import listed, warn_user
 from zloader.common.options import FetchOptions, MiB
-from zloader.conversion.arranged import ArrangedContent
 from zloader.conversion.contents import DatasetContent, WholeContent, refuse_unknown
 from zloader.conversion.memory import InOrder, MemoryContent, RowSource, rows_content
 from zloader.conversion.parquet import Parquet
 from zloader.conversion.port import Content, Opened, Part
-from zloader.conversion.reorder import Permutation
+from zloader.conversion.reorder import ArrangedContent, Permutation
 from zloader.conversion.selection import Selection
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import MUDATA

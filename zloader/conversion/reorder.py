@@ -13,23 +13,26 @@ sections of temporary files (`Spill`). Each bucket fits in memory, and is then p
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
+import pandas as pd
+import scipy.sparse
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled, load_compiler
-from zloader.common.errors import StoreError
+from zloader.common.errors import OptionError, SourceError, StoreError
+from zloader.common.locks import cached_property
 from zloader.common.options import MiB
 from zloader.common.records import Rows
-from zloader.conversion.compressed import CompressedArrays, skip_rows
 from zloader.conversion.nodes import Node
-from zloader.conversion.port import Matrix, Window
+from zloader.conversion.port import Content, Matrix, Window
 from zloader.conversion.rows import canonical, split_rows
 from zloader.reading.gather import indptr_of
 from zloader.reading.loops import copy_rows
@@ -40,9 +43,9 @@ _BUCKET_SHARE = 0.85  # of a window: row lengths vary, and this way few buckets 
 _ROW_BYTES = 64  # memory per row, besides its values, while it is partitioned or gathered
 _BLOCK_ELEMENTS = 1 << 18  # gathered and written at a time: fits in the cache of a core
 
-Permutation: TypeAlias = Callable[[Rows], Rows]  # maps source rows to rows of the result
+SOURCE_ROW = "source_row"  # the obs column with the original row number of each row
 
-Item = TypeVar("Item")
+Permutation: TypeAlias = Callable[[Rows], Rows]  # maps source rows to rows of the result
 
 
 class Spill:
@@ -59,8 +62,7 @@ class Spill:
     def __init__(self, dtypes: Sequence[Any], *, n_buckets: int, purpose: str, takes_bytes: int) -> None:
         self._dtypes = [np.dtype(dtype) for dtype in dtypes]
         self._n_buckets, self._purpose, self._takes_bytes = n_buckets, purpose, takes_bytes
-        self._columns = [_file() for _ in dtypes]
-        self._cuts = _file()
+        *self._columns, self._cuts = (_file() for _ in (*dtypes, "cuts"))
         self._n_sections = self._n_items = 0
 
     def write(self, column: int, items: NDArray[Any]) -> None:
@@ -85,7 +87,7 @@ class Spill:
                 f"{self._takes_bytes} bytes: set TMPDIR to a directory on a larger disk"
             ) from error
 
-    def buckets(self, first: int = 0) -> Iterator[Rows]:
+    def buckets(self, first: int) -> Iterator[Rows]:
         """Yields, for each bucket from `first` on, its items `[start, stop)` in each section, of shape sections x 2."""
         at_once = max(1, _CUTS_IN_MEMORY // max(1, self._n_sections))
         for begin in range(first, self._n_buckets, at_once):
@@ -124,128 +126,168 @@ def _read(file: Any, start: int, items: NDArray[Any]) -> None:
         left, offset = left[n_read:], offset + n_read
 
 
-def rows_per_bucket(*, n_rows: int, total_bytes: int, bucket_bytes: int) -> int:
-    """The number of rows in a bucket of `bucket_bytes` if all rows take `total_bytes`; at least one."""
-    return max(1, -(-n_rows // max(1, -(-total_bytes // bucket_bytes))))
+class _SpilledMatrix(Matrix):
+    """A matrix whose rows are put in order through temporary files, in buckets of `_bucket_rows` rows.
+
+    Memory is bounded by a few `window_bytes`. A window has at most `window_bytes`, or a single row. Raises StoreError
+    if the temporary directory is full.
+    """
+
+    _bucket_rows: int
+    _spills: tuple[Spill, ...] = ()
+    _is_complete = False
+
+    def windows(self, first_row: int = 0) -> Iterator[Window]:
+        """See Matrix. Reads the source first."""
+        if not self._is_complete:
+            _SpilledMatrix.close(self)
+            self._spill()
+            self._is_complete = True
+        first = first_row // self._bucket_rows
+        skipped = first_row - first * self._bucket_rows
+        cuts = zip(*(spill.buckets(first) for spill in self._spills), strict=True)
+        for bucket, of_bucket in enumerate(cuts, first):
+            for window in self._in_bucket(bucket, *of_bucket):
+                n_rows = len(window.lengths)
+                if skipped < n_rows:
+                    yield window.between(skipped, n_rows) if skipped else window
+                skipped = max(0, skipped - n_rows)
+
+    def _rows_of(self, bucket_bytes: int, total_bytes: int) -> int:
+        """The number of rows in a bucket of `bucket_bytes` if all rows take `total_bytes`; at least one."""
+        return max(1, -(-self.n_rows // max(1, -(-total_bytes // max(1, bucket_bytes)))))
+
+    @abstractmethod
+    def _spill(self) -> None:
+        """Reads the source, and writes it to new temporary files."""
+
+    @abstractmethod
+    def _in_bucket(self, bucket: int, *cuts: Rows) -> Iterator[Window]:
+        """The windows of a bucket, given its items in each section of each spill."""
+
+    def _new_spill(self, dtypes: Sequence[Any], purpose: str, takes_bytes: int) -> Spill:
+        n_buckets = -(-self.n_rows // self._bucket_rows)
+        return Spill(dtypes, n_buckets=n_buckets, purpose=f"{purpose} {self.name}", takes_bytes=takes_bytes)
+
+    def close(self) -> None:
+        for spill in self._spills:
+            spill.close()
+        self._spills, self._is_complete = (), False
 
 
-def smallest_index(n: int) -> np.dtype[Any]:
-    """The smallest unsigned dtype that holds every number below `n`."""
-    return np.min_scalar_type(max(0, n - 1))
-
-
-def applied_in_background(items: Iterator[Item], do: Callable[[Item], None]) -> Iterator[Item]:
-    """Yields `items` while a thread applies `do` to each of them. Passes on the exceptions of `do`."""
+def _in_background(items: Iterator[Any], write: Callable[[Any], None]) -> None:
+    """Calls `write` with each of some items in a thread, while the next is read. Raises its exceptions."""
     with ThreadPoolExecutor(1, thread_name_prefix="zloader-spill") as thread:
         job = None
         for item in items:
             if job is not None:
                 job.result()
-            job = thread.submit(do, item)
-            yield item
+            job = thread.submit(write, item)
         if job is not None:
             job.result()
 
 
-class CscMatrix(Matrix):
+# ---- transposing
+
+
+class CscMatrix(_SpilledMatrix):
     """A CSC matrix, transposed through temporary files that take the values and 4 (or 8) more bytes per value.
 
-    Memory is bounded by a few `window_bytes`. A window has at most `window_bytes`, or a single row.
+    Raises SourceError for arrays that do not fit together, and in `windows` for rows that are out of range.
     """
 
     dense = False
 
     def __init__(self, node: Node, name: str, *, shape: tuple[int, int], window_bytes: int) -> None:
         super().__init__(name, n_rows=shape[0], n_genes=shape[1])
-        self._stored = CompressedArrays(node, axes=("gene", "row"), major=shape[1], minor=shape[0])
-        self.n_stored: int = self._stored.n_values
-        self.dtype = self._stored.dtype
-        self.genes_dtype = self._stored.genes_dtype
+        self._at, indptr = node.at, node["indptr"]
+        self._rows, self._values = node["indices"], node["data"]
+        self.dtype, self.genes_dtype = self._values.number_dtype, self._rows.number_dtype
+        if self.genes_dtype.kind not in "iu" or indptr.number_dtype.kind not in "iu":
+            raise SourceError(f"{self._at}/indices and indptr must hold integers: the file is damaged")
+        self.n_stored: int = math.prod(self._values.shape)
+        if indptr.shape != (self.n_genes + 1,) or self._rows.shape != (self.n_stored,) != self._values.shape:
+            raise SourceError(
+                f"{self._at} has {self.n_genes} genes, but {indptr.shape} entries in indptr, {self._rows.shape} in "
+                f"indices and {self._values.shape} in data: the file is damaged"
+            )
+        self._ends = indptr.numbers(0, self.n_genes + 1).astype(np.int64)
+        steps = np.diff(self._ends, prepend=0, append=self.n_stored)
+        steps[[0, -1]] = -np.abs(steps[[0, -1]])  # it begins with 0, and ends with the number of values
+        if (steps < 0).any():
+            raise SourceError(
+                f"{self._at}/indptr does not ascend from 0 to the {self.n_stored} values, it is wrong at gene "
+                f"{max(0, int((steps < 0).argmax()) - 1)}: the file is damaged"
+            )
         self._bits = np.dtype(f"u{self.dtype.itemsize}")  # values are only moved, and numba has no float16
-        self._genes = smallest_index(self.n_genes)
+        self._genes = np.min_scalar_type(max(0, self.n_genes - 1))
         element_bytes = self.dtype.itemsize + self._genes.itemsize
         self._window_elements = window_bytes // element_bytes
-        self._read_elements = window_bytes // self._stored.element_bytes
-        bucket_rows = rows_per_bucket(
-            n_rows=self.n_rows,
-            total_bytes=self.n_stored * element_bytes + self.n_rows * _TRANSPOSED_ROW_BYTES,
-            bucket_bytes=window_bytes,
-        )
-        self._row_bits = bucket_rows.bit_length() - 1  # a power of two, so a shift finds the bucket
+        self._read_elements = max(1, window_bytes // (self.dtype.itemsize + self.genes_dtype.itemsize))
+        total_bytes = self.n_stored * element_bytes + self.n_rows * _TRANSPOSED_ROW_BYTES
+        n_rows = self._rows_of(window_bytes, total_bytes)
+        self._row_bits = n_rows.bit_length() - 1  # a power of two, so a shift finds the bucket
+        self._bucket_rows = 1 << self._row_bits
         self._gene_bits = max(0, self.n_genes - 1).bit_length()
         self._keys = np.dtype(np.uint32 if self._row_bits + self._gene_bits <= 32 else np.uint64)
-        self._n_buckets = -(-self.n_rows // (1 << self._row_bits))
-        self._spill: Spill | None = None
-        self._is_complete = False
 
-    def _transpose(self) -> None:
-        self.close()
-        self._spill = Spill(
-            [self._keys, self._bits],
-            n_buckets=self._n_buckets,
-            purpose=f"transpose {self.name}",
-            takes_bytes=self.n_stored * (self._keys.itemsize + self.dtype.itemsize),
-        )
-        windows = self._stored.windows(self._read_elements, whole=False)
-        for _ in applied_in_background(windows, self._write_section):
-            pass
-        self._is_complete = True
+    def _spill(self) -> None:
+        takes_bytes = self.n_stored * (self._keys.itemsize + self.dtype.itemsize)
+        self._spills = (self._new_spill([self._keys, self._bits], "transpose", takes_bytes),)
+        _in_background(self._read(), self._write_section)
+
+    def _read(self) -> Iterator[tuple[int, Rows, NDArray[np.integer], NDArray[Any]]]:
+        """Windows of genes: the first gene, the ends of its genes, and their rows and values."""
+        for first, last in split_rows(self._ends, self._read_elements):
+            ends = self._ends[first : last + 1]
+            for begin in range(ends[0], ends[-1], self._read_elements):  # a long gene is in several windows
+                end = min(begin + self._read_elements, int(ends[-1]))
+                rows, within = self._rows.numbers(begin, end), np.clip(ends, begin, end) - begin
+                if rows.min() < 0 or rows.max() >= self.n_rows:
+                    wrong = int(np.flatnonzero((rows < 0) | (rows >= self.n_rows))[0])
+                    gene = first + int(np.searchsorted(within, wrong, side="right")) - 1
+                    raise SourceError(
+                        f"{self._at}: gene {gene} has a value for row {rows[wrong]}, but rows range from 0 to "
+                        f"{self.n_rows - 1}: the file is damaged"
+                    )
+                yield first, within, rows, self._values.numbers(begin, end)
 
     def _write_section(self, window: tuple[int, Rows, NDArray[np.integer], NDArray[Any]]) -> None:
         """Writes a window of genes as one section. Genes stay in order within each bucket."""
-        assert self._spill is not None
-        first_gene, indptr, rows, values = window
-        sizes = np.zeros(self._n_buckets, np.int64)
-        _count_buckets(rows, self._row_bits, sizes)
+        first_gene, ends, rows, values = window
+        sizes = np.zeros(-(-self.n_rows // self._bucket_rows), np.int64)
+        _count(rows, self._row_bits, sizes)
         cuts = indptr_of(sizes)
         keys, partitioned = np.empty(len(rows), self._keys), np.empty(len(rows), self._bits)
-        bits = (self._row_bits, self._gene_bits)
-        columns = (indptr, rows, values.view(self._bits))
+        columns, bits = (ends, rows, values.view(self._bits)), (self._row_bits, self._gene_bits)
         _partition_elements(columns, first_gene, bits, cuts[:-1].copy(), (keys, partitioned))
-        self._spill.write(0, keys)
-        self._spill.write(1, partitioned)
-        self._spill.end_section(cuts)
+        self._spills[0].write(0, keys)
+        self._spills[0].write(1, partitioned)
+        self._spills[0].end_section(cuts)
 
-    def windows(self, first_row: int = 0) -> Iterator[Window]:
-        if not self._is_complete:
-            self._transpose()
-        skipped = first_row >> self._row_bits
-        yield from skip_rows(self._sorted(skipped), first_row - (skipped << self._row_bits))
-
-    def _sorted(self, skipped: int) -> Iterator[Window]:
-        """The windows of the buckets from number `skipped` on."""
-        assert self._spill is not None
-        for bucket, cuts in enumerate(self._spill.buckets(skipped), skipped):
-            n_rows = min(1 << self._row_bits, self.n_rows - (bucket << self._row_bits))
-            lengths = np.zeros(n_rows, np.int64)
-            sections = split_rows(indptr_of(cuts[:, 1] - cuts[:, 0]), _BLOCK_ELEMENTS)
-            blocks = [cuts[first:last] for first, last in sections]
-            for block in blocks:
-                _count_rows(self._spill.read(0, block), self._gene_bits, lengths)
-            for first, last in split_rows(indptr_of(lengths), self._window_elements):
-                yield self._window(lengths[first:last], first, blocks, bucket << self._row_bits)
-
-    def _window(self, lengths: Rows, first: int, blocks: list[Rows], bucket_row: int) -> Window:
-        """A window of the rows of a bucket from its row `first` on. `bucket_row` is the row at which it begins."""
-        assert self._spill is not None
-        indptr = indptr_of(lengths)
-        genes, values = np.empty(indptr[-1], self._genes), np.empty(indptr[-1], self.dtype)
-        next_of_row = indptr[:-1].copy()
+    def _in_bucket(self, bucket: int, *cuts: Rows) -> Iterator[Window]:
+        (spill,), (of_bucket,) = self._spills, cuts
+        bucket_row = bucket * self._bucket_rows
+        lengths = np.zeros(min(self._bucket_rows, self.n_rows - bucket_row), np.int64)
+        sections = split_rows(indptr_of(of_bucket[:, 1] - of_bucket[:, 0]), _BLOCK_ELEMENTS)
+        blocks = [of_bucket[first:last] for first, last in sections]
         for block in blocks:
-            stored = self._spill.read(0, block), self._spill.read(1, block)
-            _scatter_elements(stored, self._gene_bits, first, next_of_row, (genes, values.view(self._bits)))
-        return canonical(indptr, genes, values, at=self._stored.at, first_row=bucket_row + first)
-
-    def close(self) -> None:
-        if self._spill is not None:
-            self._spill.close()
-        self._spill, self._is_complete = None, False
+            _count(spill.read(0, block), self._gene_bits, lengths)
+        for first, last in split_rows(indptr_of(lengths), self._window_elements):
+            indptr = indptr_of(lengths[first:last])
+            genes, values = np.empty(indptr[-1], self._genes), np.empty(indptr[-1], self.dtype)
+            next_of_row, out = indptr[:-1].copy(), (genes, values.view(self._bits))
+            for block in blocks:
+                stored = spill.read(0, block), spill.read(1, block)
+                _scatter_elements(stored, self._gene_bits, first, next_of_row, out)
+            yield canonical(indptr, genes, values, at=self._at, first_row=bucket_row + first)
 
 
 @compiled
-def _count_buckets(rows: NDArray[np.integer], row_bits: int, sizes: Rows) -> None:
-    for i in range(len(rows)):
-        sizes[np.int64(rows[i]) >> row_bits] += 1
+def _count(numbers: NDArray[np.integer], bits: int, sizes: Rows) -> None:
+    """Counts numbers by their bits above the lowest `bits`."""
+    for i in range(len(numbers)):
+        sizes[np.int64(numbers[i]) >> bits] += 1
 
 
 @compiled
@@ -271,12 +313,6 @@ def _partition_elements(
 
 
 @compiled
-def _count_rows(keys: NDArray[Any], gene_bits: int, lengths: Rows) -> None:
-    for i in range(len(keys)):
-        lengths[np.int64(keys[i]) >> gene_bits] += 1
-
-
-@compiled
 def _scatter_elements(
     stored: tuple[NDArray[Any], NDArray[Any]],
     gene_bits: int,
@@ -297,53 +333,43 @@ def _scatter_elements(
             out_values[at] = values[i]
 
 
-class ShuffledMatrix(Matrix):
+# ---- permuting
+
+
+class ShuffledMatrix(_SpilledMatrix):
     """The rows of `inner`, permuted: row r becomes row `permutation([r])` of the result.
 
-    With `columns`, the columns of a square matrix are permuted in the same way. Memory is bounded by a few
-    `window_bytes`. A window has at most `window_bytes`, or a single row. Raises StoreError if the temporary directory
-    is full.
+    With `columns`, the columns of a square matrix are permuted in the same way.
     """
 
     def __init__(
         self, inner: Matrix, permutation: Permutation, *, window_bytes: int = 64 * MiB, columns: bool = False
     ) -> None:
         super().__init__(inner.name, n_rows=inner.n_rows, n_genes=inner.n_genes)
-        self.dense = inner.dense
-        self.n_stored: int = _counted(inner) if inner.n_stored is None else inner.n_stored
-        self.dtype = inner.dtype
-        self.genes_dtype = inner.genes_dtype
+        self.dense, self.dtype, self.genes_dtype = inner.dense, inner.dtype, inner.genes_dtype
+        # Without the number of values, rows cannot be dealt to buckets.
+        n_stored = inner.n_stored if inner.n_stored is not None else sum(len(each.values) for each in inner.windows())
+        self.n_stored: int = n_stored
         self._inner, self._permutation, self._columns = inner, permutation, columns
         # Values are only moved, so any type of their size works: numba has no float16.
-        stored = [np.dtype(f"u{self.dtype.itemsize}"), smallest_index(self.n_genes)]
+        stored = [np.dtype(f"u{self.dtype.itemsize}"), np.min_scalar_type(max(0, self.n_genes - 1))]
         self._stored = stored[:1] if self.dense else stored
         self._element_bytes = sum(dtype.itemsize for dtype in self._stored)
         self._window_bytes = window_bytes
-        self._bucket_rows = rows_per_bucket(
-            n_rows=self.n_rows,
-            total_bytes=self.n_stored * self._element_bytes + self.n_rows * _ROW_BYTES,
-            bucket_bytes=max(1, int(window_bytes * _BUCKET_SHARE)),
-        )
-        self._n_buckets = -(-self.n_rows // self._bucket_rows)
-        self._spills: tuple[Spill, ...] = ()  # rows (position, length) and elements (value, gene)
+        total_bytes = self.n_stored * self._element_bytes + self.n_rows * _ROW_BYTES
+        self._bucket_rows = self._rows_of(int(window_bytes * _BUCKET_SHARE), total_bytes)
         self._section: list[tuple[Rows, Window]] = []  # positions and windows of the section being read
         self._section_bytes = 0
-        self._is_complete = False
 
-    def _partition(self) -> None:
-        """Writes the temporary files."""
-        self._free()
-        spill = partial(
-            Spill,
-            n_buckets=self._n_buckets,
-            purpose=f"shuffle {self.name}",
-            takes_bytes=self.n_stored * self._element_bytes + self.n_rows * 16,
-        )
-        self._spills = (spill([np.int64, np.int64]), spill(self._stored))
-        for _ in applied_in_background(self._permuted(), self._add):
-            pass
-        self._write_section()
-        self._is_complete = True
+    def _spill(self) -> None:
+        """Writes the rows (position, length) and the elements (value, gene)."""
+        takes_bytes = self.n_stored * self._element_bytes + self.n_rows * 16
+        columns: Sequence[Any] = ([np.int64, np.int64], self._stored)
+        self._spills = tuple(self._new_spill(dtypes, "shuffle", takes_bytes) for dtypes in columns)
+        self._section, self._section_bytes = [], 0
+        _in_background(self._permuted(), self._add)
+        if self._section:
+            self._write_section()
         self._inner.close()  # its temporary files are no longer needed
 
     def _permuted(self) -> Iterator[tuple[Rows, Window]]:
@@ -367,8 +393,6 @@ class ShuffledMatrix(Matrix):
 
     def _write_section(self) -> None:
         """Writes the collected windows as one section, sorted by position."""
-        if not self._section:
-            return
         rows, elements = self._spills
         positions = np.concatenate([at for at, _ in self._section])
         lengths = np.concatenate([window.lengths for _, window in self._section])
@@ -376,7 +400,7 @@ class ShuffledMatrix(Matrix):
         starts = (np.cumsum(lengths) - lengths)[order]
         positions, lengths = positions[order], lengths[order]
         indptr = indptr_of(lengths)
-        cuts = np.searchsorted(positions, np.arange(self._n_buckets + 1) * self._bucket_rows)
+        cuts = np.searchsorted(positions, np.arange(-(-self.n_rows // self._bucket_rows) + 1) * self._bucket_rows)
         rows.write(0, positions)
         rows.write(1, lengths)
         rows.end_section(cuts)
@@ -396,72 +420,80 @@ class ShuffledMatrix(Matrix):
         """The columns to spill: the bits of `values` and, for a sparse matrix, `genes`."""
         return [values.view(self._stored[0]), genes][: len(self._stored)]
 
-    def windows(self, first_row: int = 0) -> Iterator[Window]:
-        """See Matrix. Reads the source first."""
-        if not self._is_complete:
-            self._partition()
-        skipped = first_row // self._bucket_rows
-        yield from skip_rows(self._gathered(skipped), first_row - skipped * self._bucket_rows)
-
-    def _gathered(self, skipped: int) -> Iterator[Window]:
-        """The windows of the buckets from number `skipped` on."""
-        rows, elements = self._spills
-        both_cuts = zip(rows.buckets(skipped), elements.buckets(skipped), strict=True)
-        for bucket, (row_cuts, cuts) in enumerate(both_cuts, skipped):
-            positions = rows.read(0, row_cuts) - bucket * self._bucket_rows
-            lengths = rows.read(1, row_cuts)
-            in_order = np.empty_like(lengths)
-            in_order[positions] = lengths
-            indptr = indptr_of(in_order)
-            blocks = list(_blocks(row_cuts, cuts))
-            for first, last in split_rows(indptr, self._window_bytes // self._element_bytes):
-                yield self._window(in_order[first:last], lengths, indptr[positions] - indptr[first], blocks)
-
-    def _window(self, lengths: Rows, stored: Rows, starts: Rows, blocks: list[tuple[slice, Rows]]) -> Window:
-        """A window of consecutive rows of a bucket, with these `lengths`.
-
-        `stored` are the lengths of all rows of the bucket in stored order, `starts` their offsets in the window.
-        """
-        n = int(lengths.sum())
-        values = np.empty(n, self.dtype)
-        genes = np.empty(n, self._stored[1]) if not self.dense else np.empty(0, np.int64)
-        for rows, cuts in blocks:
-            for column, out in enumerate(self._as_stored(values, genes)):
-                _scatter_rows(self._spills[1].read(column, cuts), stored[rows], starts[rows], out)
-        return Window(lengths=lengths, genes=genes, values=values)
+    def _in_bucket(self, bucket: int, *cuts: Rows) -> Iterator[Window]:
+        (rows, elements), (row_cuts, of_bucket) = self._spills, cuts
+        positions, stored = rows.read(0, row_cuts) - bucket * self._bucket_rows, rows.read(1, row_cuts)
+        lengths = np.empty_like(stored)
+        lengths[positions] = stored
+        indptr = indptr_of(lengths)
+        row_ends, ends = (indptr_of(each[:, 1] - each[:, 0]) for each in (row_cuts, of_bucket))
+        for first, last in split_rows(indptr, self._window_bytes // self._element_bytes):
+            n = int(indptr[last] - indptr[first])
+            values = np.empty(n, self.dtype)
+            genes = np.empty(0, np.int64) if self.dense else np.empty(n, self._stored[1])
+            for begin, end in split_rows(ends, _BLOCK_ELEMENTS):  # groups of sections
+                of_block = slice(row_ends[begin], row_ends[end])
+                within = (positions[of_block] >= first) & (positions[of_block] < last)
+                n_values = stored[of_block]
+                starts = (np.cumsum(n_values) - n_values)[within]
+                at = indptr[positions[of_block][within]] - indptr[first]
+                for column, out in enumerate(self._as_stored(values, genes)):
+                    block = elements.read(column, of_bucket[begin:end])
+                    copy_rows(block, starts, n_values[within], at, out)
+            yield Window(lengths=lengths[first:last], genes=genes, values=values)
 
     def close(self) -> None:
-        self._free()
+        super().close()
+        self._section = []
         self._inner.close()
 
-    def _free(self) -> None:
-        for spill in self._spills:
-            spill.close()
-        self._spills, self._is_complete = (), False
-        self._section, self._section_bytes = [], 0
 
+class ArrangedContent(Content):
+    """A Content with its rows in another order. Raises OptionError if obs already has a column `source_row`."""
 
-def _counted(matrix: Matrix) -> int:
-    """The number of values of a matrix that does not tell it, without which rows cannot be dealt to buckets."""
-    return sum(len(window.values) for window in matrix.windows())
+    def __init__(self, content: Content, positions: Permutation, *, bucket_bytes: int) -> None:
+        """`positions` gives the new positions of source rows. `bucket_bytes` bounds the memory for sorting rows."""
+        if SOURCE_ROW in content.obs_columns:
+            raise OptionError(
+                f"obs already has a column {SOURCE_ROW!r}: choose other columns with "
+                "select=zl.Selection(obs=[...]) (--obs)"
+            )
+        self._content, self._positions, self._bucket_bytes = content, positions, bucket_bytes
+        self.n_rows, self.var, self.raw_var = content.n_rows, content.var, content.raw_var
+        self.dropped, self.groups = content.dropped, content.groups
+        self.obs_columns = [*content.obs_columns, SOURCE_ROW]
 
+    @cached_property
+    def order(self) -> Rows:
+        """The source row of each row, in the new order."""
+        rows = np.arange(self.n_rows, dtype=np.int64)
+        order = np.empty_like(rows)
+        order[self._positions(rows)] = rows
+        return order
 
-def _blocks(row_cuts: Rows, cuts: Rows) -> Iterator[tuple[slice, Rows]]:
-    """Splits a bucket into groups of sections: a slice of its rows, and the cuts of the elements of these rows."""
-    row_ends, ends = (indptr_of(each[:, 1] - each[:, 0]) for each in (row_cuts, cuts))
-    for first, last in split_rows(ends, _BLOCK_ELEMENTS):
-        yield slice(row_ends[first], row_ends[last]), cuts[first:last]
+    def obs_names(self) -> pd.Index:
+        return self._content.obs_names()[self.order]
 
+    def obs_column(self, name: str) -> pd.Series:
+        if name == SOURCE_ROW:
+            return pd.Series(self.order)
+        return self._content.obs_column(name).iloc[self.order].reset_index(drop=True)
 
-@compiled
-def _scatter_rows(rows: NDArray[Any], lengths: Rows, starts: Rows, out: NDArray[Any]) -> None:
-    """Copies contiguous rows to their `starts` in `out`; skips the rows that lie outside."""
-    at = 0
-    for row in range(len(lengths)):
-        n, start = lengths[row], starts[row]
-        if start >= 0 and start + n <= len(out):
-            source = rows[at : at + n]
-            target = out[start : start + n]
-            for i in range(n):
-                target[i] = source[i]
-        at += n
+    def matrices(self) -> Iterator[Matrix]:
+        """Each is rearranged out of core."""
+        for matrix in self._content.matrices():
+            square = matrix.name.startswith("obsp/")
+            yield ShuffledMatrix(matrix, self._positions, window_bytes=self._bucket_bytes, columns=square)
+
+    def elements(self) -> Iterator[tuple[str, Any]]:
+        """Those by row are in the new order, and so are the rows of modalities."""
+        for path, element in self._content.elements():
+            if path.startswith(("obsm/", "obsp/")):
+                rows = element.tocsr() if scipy.sparse.issparse(element) else element
+                element = rows.iloc[self.order] if isinstance(rows, pd.DataFrame) else rows[self.order]
+                if path.startswith("obsp/"):
+                    element = element[:, self.order]
+            elif path.startswith("obsmap/"):
+                has = np.asarray(element).reshape(-1)[self.order] > 0
+                element = np.where(has, np.cumsum(has), 0).astype(element.dtype)
+            yield path, element
