@@ -128,7 +128,7 @@ class _Comparison:
         if self._part.at(path) not in self._store:
             self._add(path, "is in the sources, but not in the store")
             return False
-        if self._findings.any_in(self._part.at(path)):
+        if self._part.at(path) in self._findings:
             self._add(path, "is damaged, so it was not compared with the sources")
             return False
         return True
