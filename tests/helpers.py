@@ -26,8 +26,7 @@ import zloader as zl
 from zloader.conversion.encode import ConvertOptions
 from zloader.dataset.views import RowSet
 from zloader.order.plan import Plan
-from zloader.storage.layout import ArrayLayout
-from zloader.storage.placement import Placement
+from zloader.storage.layout import ArrayLayout, Placement
 from zloader.storage.row_offsets import RowOffsets
 
 # Chunks of about 1 024 values and shards of two chunks, so that a few hundred rows cross many of both.

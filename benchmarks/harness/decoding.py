@@ -11,8 +11,7 @@ import numpy as np
 
 import zloader as zl
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, chunks_of, reads_of
-from zloader.storage.placement import ObjectIndex
+from zloader.storage.layout import ArrayLayout, ObjectIndex, chunks_of, reads_of
 
 
 def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:

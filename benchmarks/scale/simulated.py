@@ -25,8 +25,16 @@ from zloader.insight.cost import blocks_to_read
 from zloader.order.plan import Plan
 from zloader.order.shuffling import stratified
 from zloader.reading.read_plan import FillPlanner
-from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, distinct, expand, reads_of
-from zloader.storage.placement import ObjectIndex, Placement
+from zloader.storage.layout import (
+    ArrayLayout,
+    MatrixLayout,
+    ObjectIndex,
+    Placement,
+    chunks_of,
+    distinct,
+    expand,
+    reads_of,
+)
 from zloader.storage.row_blocks import RowForm
 
 Figures = dict[str, Any]

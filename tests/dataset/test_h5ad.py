@@ -34,8 +34,7 @@ from zloader.dataset.h5ad import OpenedFile
 from zloader.reading.block_file import BlockFile
 from zloader.reading.hdf5 import open_hdf5
 from zloader.storage.hdf5_filters import undo_filters
-from zloader.storage.layout import ArrayLayout
-from zloader.storage.placement import ABSENT
+from zloader.storage.layout import ABSENT, ArrayLayout
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
 ADATA = counts(300, 120, seed=3)
@@ -50,7 +49,6 @@ FILTERS: dict[str, dict[str, Any]] = {
     "gzip and fletcher32": {"compression": "gzip", "shuffle": True, "fletcher32": True},
     "zstd": dict(hdf5plugin.Zstd()),
     "blosc": dict(hdf5plugin.Blosc()),
-    "lz4": dict(hdf5plugin.LZ4(nbytes=1000)),
 }
 
 

@@ -18,9 +18,8 @@ from zloader.common.errors import FormatError
 from zloader.reading.chunks import located
 from zloader.reading.read_plan import Elements
 from zloader.storage.decode import Decoder, _copy_parts, columns_of, copy_parts
-from zloader.storage.layout import ArrayLayout, Grid, MatrixLayout, chunks_of, distinct, reads_of
+from zloader.storage.layout import ABSENT, ArrayLayout, Grid, MatrixLayout, ObjectIndex, chunks_of, distinct, reads_of
 from zloader.storage.metadata import layout_of
-from zloader.storage.placement import ABSENT, ObjectIndex
 from zloader.storage.row_blocks import RowForm
 
 # shape, chunks, shards (None: not sharded)

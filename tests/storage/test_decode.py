@@ -157,8 +157,9 @@ def _same(found, wanted):
 
 @pytest.mark.every(2)
 @CHECKED
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [("uint16", codec) for codec in CODECS] + [("float32", codec) for codec in CODECS[:-1]]
+)
 def test_what_zarr_wrote_is_decoded(dtype, codec, checked):
     values = _values(3 * CHUNK + 7, dtype)
     if codec in DELTAS and dtype == "float32":

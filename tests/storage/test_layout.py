@@ -19,7 +19,9 @@ from zarr.core.chunk_key_encodings import DefaultChunkKeyEncoding
 from zloader.common.errors import CorruptChunkError, FormatError, TruncatedObjectError
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import (
+    ABSENT,
     MatrixLayout,
+    ObjectIndex,
     align_to_runs,
     chunks_of,
     coalesce,
@@ -29,7 +31,6 @@ from zloader.storage.layout import (
     reads_of,
 )
 from zloader.storage.metadata import array_layout
-from zloader.storage.placement import ABSENT, ObjectIndex
 
 pytestmark = pytest.mark.any_version
 

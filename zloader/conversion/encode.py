@@ -26,8 +26,7 @@ from zloader.common.errors import OptionError
 from zloader.common.options import MiB
 from zloader.common.records import Rows
 from zloader.storage.coders import INSTALL_PCODEC, PCODEC, PREFIX, chain_of, has_pcodec
-from zloader.storage.layout import ArrayLayout
-from zloader.storage.placement import ABSENT
+from zloader.storage.layout import ABSENT, ArrayLayout
 
 CODECS = ("lz4", "zstd", PCODEC, "none")
 # Counts the forms in which chunks have been encoded. A conversion cannot be resumed in another form.

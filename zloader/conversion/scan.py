@@ -32,8 +32,7 @@ from zloader.conversion.object_writer import translated
 from zloader.dataset.store import OpenedStore
 from zloader.reading.rehearsal import FEW
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout
-from zloader.storage.placement import ABSENT, Index
+from zloader.storage.layout import ABSENT, ArrayLayout, Index
 
 _MAX_PENDING = 32  # pieces being read or queued: enough to keep all threads busy
 _IN_ORDER = re.compile(r"(mod/[^/]+/)?(X|raw|layers|obsm|obsp)(/|$)")  # matrices whose genes ascend within rows

@@ -28,8 +28,7 @@ from zloader.common.other_formats import conversion_of_10x, conversion_of_hdf5, 
 from zloader.dataset.elements import ROOTS
 from zloader.dataset.store import OpenedStore
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout
-from zloader.storage.placement import ABSENT
+from zloader.storage.layout import ABSENT, ArrayLayout
 
 if TYPE_CHECKING:
     from zloader.reading.block_file import BlockFile

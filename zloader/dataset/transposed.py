@@ -18,9 +18,8 @@ from zloader.common.errors import FormatError
 from zloader.common.locks import forkable_lock
 from zloader.common.messages import size
 from zloader.common.records import Span
-from zloader.storage.layout import ArrayLayout, MatrixLayout
+from zloader.storage.layout import ArrayLayout, MatrixLayout, Placement
 from zloader.storage.metadata import number_dtype
-from zloader.storage.placement import Placement
 
 log = logging.getLogger("zloader")
 

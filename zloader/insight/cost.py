@@ -24,8 +24,7 @@ from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.chunks import ShardIndexes
 from zloader.reading.read_plan import FillPlanner
 from zloader.selecting.groups import shares
-from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, distinct, reads_of
-from zloader.storage.placement import ObjectIndex
+from zloader.storage.layout import ArrayLayout, MatrixLayout, ObjectIndex, chunks_of, distinct, reads_of
 from zloader.storage.row_blocks import RowForm
 from zloader.storage.row_offsets import RowOffsets
 

@@ -19,8 +19,7 @@ from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import batches
 from zloader.reading.resources import Counters, Resources
 from zloader.storage.decode import PART, Decoder, columns_of
-from zloader.storage.layout import ArrayLayout, Reads, distinct, reads_of, runs_of
-from zloader.storage.placement import ObjectIndex
+from zloader.storage.layout import ArrayLayout, ObjectIndex, Reads, distinct, reads_of, runs_of
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
 # A task costs about 0.3 ms of interpreter time, which is then small beside decoding, and eight tasks at once keep the

@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError, ZloaderError
 from zloader.storage.hdf5_filters import filters_codecs
-from zloader.storage.layout import ArrayLayout, Grid
+from zloader.storage.layout import ABSENT, ArrayLayout, Grid, Placement
 from zloader.storage.metadata import number_dtype
-from zloader.storage.placement import ABSENT, Placement
 
 _MOST_NODES = 1 << 18  # groups and arrays; a file with more is no AnnData
 _MOST_DEPTH, _MOST_LINKS = 32, 16

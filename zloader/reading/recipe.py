@@ -16,8 +16,7 @@ from zloader.reading.forms import Form, Transforming
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes
 from zloader.selecting.row_maps import RowMap, looked_up
-from zloader.storage.layout import MatrixLayout
-from zloader.storage.placement import ObjectIndex
+from zloader.storage.layout import MatrixLayout, ObjectIndex
 from zloader.storage.row_offsets import RowOffsets
 from zloader.tokenizers.tokenizer import BoundTokenizer
 

@@ -19,7 +19,7 @@ from zloader.common.locks import forkable_lock
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, Span
 from zloader.reading.gates import ByteBudget
-from zloader.storage.placement import ObjectIndex
+from zloader.storage.layout import ObjectIndex
 
 _GROWTH = 1 << 20  # bytes: memory that grows little by little is fresh each time, and fresh memory costs page faults
 

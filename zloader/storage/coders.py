@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
-from zloader.common.options import MiB
 
 PREFIX = "numcodecs."  # of the codecs that zarr-python takes from numcodecs
 PCODEC = "pcodec"
@@ -44,30 +43,13 @@ _FILTERS = {"astype", "base64", "bitround", "delta", "fixedscaleoffset", "packbi
 _FILTERS |= {"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"}
 
 
-def sizes_before(coders: Sequence[Any], dtype: np.dtype[Any], n: int) -> list[tuple[np.dtype[Any], int]]:
-    """The dtype and the number of elements that each coder makes of its input when n elements of `dtype` are decoded.
+def decode_within(coder: Any, stored: Any, most: int, out: NDArray[Any] | None = None) -> Any:
+    """What `coder` has encoded as `stored`, as an array or bytes: at most `most` bytes, or as many as `out` has.
 
-    The number is an upper bound for coders that encode the output of a compressor.
+    A compressor without a stream decodes into `out`. Raises ValueError for more, before more than that is decompressed,
+    and the errors of the codec.
     """
-    sizes, compressed = [], False
-    for coder in coders:
-        sizes.append((dtype, n))
-        compressed |= coder.codec_id in _COMPRESSORS
-        if compressed:
-            dtype, n = np.dtype(np.uint8), n * dtype.itemsize + n * dtype.itemsize // 8 + MiB
-        else:
-            encoded = np.asarray(coder.encode(np.zeros(n, dtype)))  # the size of a filter's output is fixed
-            dtype, n = encoded.dtype, encoded.size
-    return sizes
-
-
-def decode_within(coder: Any, stored: Any, dtype: np.dtype[Any], n: int, out: NDArray[Any] | None = None) -> Any:
-    """What `coder` has encoded as `stored`: at most n elements of `dtype`, as an array or as bytes.
-
-    They may be decoded into `out`, if they have to be exactly n. Raises ValueError for more, before more than that is
-    decompressed, and the errors of the codec.
-    """
-    name, most = coder.codec_id, n * dtype.itemsize
+    name, most = coder.codec_id, most if out is None else out.nbytes
     if name in _STREAMS:
         return _decompressed(coder, stored, most)
     if name not in _COMPRESSORS:
@@ -75,11 +57,13 @@ def decode_within(coder: Any, stored: Any, dtype: np.dtype[Any], n: int, out: ND
     size = _size_in_header(name, stored, most)
     if size > most or (out is not None and size != most):
         raise ValueError(f"its header says that it has {size} bytes instead of {most}")
-    out = np.empty(size // dtype.itemsize, dtype) if out is None else out
     if name == PCODEC:
+        if out is None:
+            raise ValueError("a filter before pcodec is not undone")
         _decode_pcodec(stored, out)
-    else:
-        coder.decode(stored, out)  # never writes more than fits
+        return out
+    out = np.empty(size, np.uint8) if out is None else out
+    coder.decode(stored, out)  # never writes more than fits
     return out
 
 

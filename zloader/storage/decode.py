@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import External, compiled, compiled_after, compiler_is_loaded
 from zloader.common.errors import CorruptChunkError
+from zloader.common.options import MiB
 from zloader.common.records import Rows
 from zloader.storage import hdf5_filters
-from zloader.storage.coders import chain_of, decode_within, number, sizes_before
+from zloader.storage.coders import chain_of, decode_within, number
 from zloader.storage.layout import ArrayLayout, Grid
 
 Bytes = NDArray[np.uint8]
+_MOST_ENCODED = 16  # times the bytes of a chunk: what filters make of it, before it is compressed
 
 
 def checksum(stored: NDArray[Any]) -> int:
@@ -161,12 +163,13 @@ def _decompressor_of(layout: ArrayLayout) -> tuple[bool, bool, bool | None, Call
     differences = isinstance(delta, numcodecs.Delta) and dtype.kind in "iu" and delta.dtype == delta.astype == dtype
     coders = coders[differences:]
     compressed = {(): False, ("blosc",): True}.get(tuple(coder.codec_id for coder in coders))
-    steps = list(zip(coders, sizes_before(coders, dtype, layout.chunk_elements), strict=True))[::-1]
+    steps = [*enumerate(coders)][::-1]
+    most = _MOST_ENCODED * layout.chunk_elements * dtype.itemsize + MiB
 
     def decompress(stored: Bytes, out: NDArray[Any]) -> None:
         plain: Any = stored
-        for i, (coder, (dtype, most)) in enumerate(steps, 1):
-            plain = decode_within(coder, plain, dtype, most, out if i == len(steps) else None)
+        for left, coder in steps:
+            plain = decode_within(coder, plain, most, None if left else out)
         if plain is not out:
             plain, target = np.frombuffer(plain, np.uint8), out.view(np.uint8)
             if len(plain) != len(target):

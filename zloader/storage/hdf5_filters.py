@@ -65,25 +65,7 @@ def undo_filters(filters: Sequence[Mapping[str, Any]], swapped: bool, stored: By
 
 
 def _by_numcodecs(name: str, stored: Any, most: int) -> Any:
-    return decode_within(numcodecs.get_codec({"id": name}), stored, np.dtype(np.uint8), most)
-
-
-def _lz4(stored: Bytes, most: int) -> bytes:
-    """The format of the LZ4 filter: big-endian sizes of all, of a block, and of each compressed block."""
-    total, block = (int.from_bytes(bytes(stored[at : at + size]), "big") for at, size in ((0, 8), (8, 4)))
-    if total != most or not block:
-        raise ValueError(f"it would decode to {total} bytes instead of {most}")
-    at, plain = 12, []
-    for begin in range(0, total, block):
-        wanted, size = min(block, total - begin), int.from_bytes(bytes(stored[at : at + 4]), "big")
-        piece = bytes(stored[at + 4 : at + 4 + size])
-        if len(piece) != size:
-            raise ValueError("it was cut short")
-        if size != wanted:  # numcodecs' format begins with the decoded size
-            piece = _by_numcodecs("lz4", wanted.to_bytes(4, "little") + piece, wanted)
-        plain.append(bytes(piece))
-        at += 4 + size
-    return b"".join(plain)
+    return decode_within(numcodecs.get_codec({"id": name}), stored, most)
 
 
 def _lzf(stored: Bytes, most: int) -> Bytes:
@@ -152,7 +134,6 @@ def _unshuffle_4(chunk: Bytes, out: NDArray[np.uint32]) -> None:
 _DECOMPRESSORS: dict[str, Callable[[Bytes, int], Any]] = {
     "gzip": partial(_by_numcodecs, "zlib"),
     "lzf": _lzf,
-    "lz4": _lz4,
     "zstd": partial(_by_numcodecs, "zstd"),
     "blosc": partial(_by_numcodecs, "blosc"),
 }

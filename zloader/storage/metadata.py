@@ -10,8 +10,7 @@ import numpy as np
 
 from zloader.common.errors import FormatError
 from zloader.storage.coders import PREFIX
-from zloader.storage.layout import ArrayLayout, Grid
-from zloader.storage.placement import Placement
+from zloader.storage.layout import ArrayLayout, Grid, Placement
 
 SHARDING = "sharding_indexed"
 
