@@ -135,7 +135,7 @@ def test_a_function_that_was_imported_from_its_module_first_can_be_pickled(inter
     code = (
         "import pickle, zloader as zl\n"
         "from zloader.conversion.convert import convert\n"
-        "from zloader.dataset.open_dataset import open_dataset\n"
+        "from zloader.dataset.dataset import open_dataset\n"
         "for name, found in (('convert', convert), ('open_dataset', open_dataset)):\n"
         "    assert getattr(zl, name) is found\n"
         "    assert pickle.loads(pickle.dumps(found)) is found\n"

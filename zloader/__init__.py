@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from zloader.conversion.parquet import Parquet
     from zloader.conversion.selection import Selection
     from zloader.conversion.verify import Verification, verify
-    from zloader.dataset.dataset import Dataset, View
-    from zloader.dataset.open_dataset import open_dataset
+    from zloader.dataset.dataset import Dataset, View, open_dataset
     from zloader.dataset.warm import Warmed, warm
     from zloader.insight.quality import Quality, quality
     from zloader.order.cell_sets import CellSets
@@ -129,7 +128,7 @@ _MODULES = {
     "Warmed": "zloader.dataset.warm",
     "convert": "zloader.conversion.convert",
     "example_h5ad": "zloader.conversion.example",
-    "open_dataset": "zloader.dataset.open_dataset",
+    "open_dataset": "zloader.dataset.dataset",
     "quality": "zloader.insight.quality",
     "verify": "zloader.conversion.verify",
     "warm": "zloader.dataset.warm",

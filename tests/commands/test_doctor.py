@@ -83,10 +83,10 @@ def test_what_cannot_be_opened(store: str, tmp_path: Path, monkeypatch: pytest.M
 
     import threading
 
-    import zloader.dataset.open_dataset
+    import zloader.dataset.dataset
 
     threading_event = threading.Event()
-    monkeypatch.setattr(zloader.dataset.open_dataset, "open_dataset", hangs)
+    monkeypatch.setattr(zloader.dataset.dataset, "open_dataset", hangs)
     monkeypatch.setattr(examined, "_OPEN_S", 0.2)
     assert "no answer within 0 s" in doctor(store, status=1)["store: reading"]["advice"]
     threading_event.set()

@@ -41,7 +41,7 @@ def atlas(tmp_path, monkeypatch):
     zl.convert(other, "other.zarr", progress=False)
 
 
-@pytest.mark.parametrize("name", ["dataset.dataset", "dataset.open_dataset", "insight.quality", "dataset.warm"])
+@pytest.mark.parametrize("name", ["dataset.dataset", "insight.quality", "dataset.warm"])
 def test_the_examples_run(name, atlas):
     failed, attempted = doctest.testmod(importlib.import_module(f"zloader.{name}"))
     assert attempted

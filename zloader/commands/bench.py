@@ -123,7 +123,7 @@ class BenchFlags:
 
     def opened(self, cache: Path | None) -> Dataset:
         """The stores as one dataset, with or without a cache."""
-        from zloader.dataset.open_dataset import open_dataset
+        from zloader.dataset.dataset import open_dataset
 
         source: Any = self.urls[0] if len(self.urls) == 1 else self.urls
         named: Any = {"storage_options": self.access.storage_options, "join": self.join}

@@ -74,7 +74,7 @@ def warm(flags: WarmFlags) -> None:
     from zloader.access.location import location_of
     from zloader.common.options import Cache
     from zloader.common.progress import progress_bars
-    from zloader.dataset.open_dataset import open_dataset
+    from zloader.dataset.dataset import open_dataset
     from zloader.dataset.warm import warm as warm_dataset
 
     x = tuple(flags.x or ("X",))

@@ -95,7 +95,7 @@ class InfoFlags:
 @takes_flags
 def info(flags: InfoFlags) -> None:
     """Show what a store contains, and how many GETs and bytes a training epoch takes."""
-    from zloader.dataset.open_dataset import open_dataset
+    from zloader.dataset.dataset import open_dataset
     from zloader.insight.summary import summarize
 
     sizes, wanted = flags.sizes, x_of(flags.x)

@@ -28,8 +28,7 @@ from zloader.common.records import Rows
 from zloader.conversion.convert import ConversionReport, convert
 from zloader.conversion.example import NAME as EXAMPLE
 from zloader.conversion.example import example_h5ad
-from zloader.dataset.dataset import Dataset
-from zloader.dataset.open_dataset import open_dataset
+from zloader.dataset.dataset import Dataset, open_dataset
 from zloader.order.permutation import key_of, shuffled
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
 from zloader.testing.seaweed import SeaweedFS

@@ -307,7 +307,7 @@ def about_store(url: str, storage_options: Mapping[str, Any]) -> Iterator[Findin
     """The findings for the store at a URL, which is opened and read for two seconds. Its rows are not checked."""
     from zloader.access.location import location_of
     from zloader.common.options import FetchOptions
-    from zloader.dataset.open_dataset import open_dataset
+    from zloader.dataset.dataset import open_dataset
     from zloader.insight.link import link_bytes_per_s
 
     step = "URL"

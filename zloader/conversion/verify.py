@@ -29,8 +29,7 @@ from zloader.conversion.opening import Reading, Sources, open_parts
 from zloader.conversion.port import Opened
 from zloader.conversion.scan import Scan
 from zloader.conversion.selection import Selection
-from zloader.dataset.dataset import Dataset
-from zloader.dataset.open_dataset import open_dataset
+from zloader.dataset.dataset import Dataset, open_dataset
 from zloader.selecting.gene_names import GenesBy
 
 _THREADS = 8  # enough to hide the latency of S3; on a machine with few cores they cost nothing
