@@ -1,4 +1,4 @@
-"""benchmarks/harness/cgroups.py, and the sums of questions/larger.py and questions/copied.py."""
+"""benchmarks/harness/cgroups.py, and the sums of questions/larger.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks.harness.cgroups import cgroup
-from benchmarks.questions import copied, larger
+from benchmarks.questions import larger
 
 pytestmark = pytest.mark.any_version
 
@@ -50,13 +50,3 @@ def test_bytes_are_those_of_a_cell_and_the_disk_is_that_of_the_turn():
         "read": 1.5, "share": 0.25, "bytes": 3000.0, "cpu": 150.0, "peak": 3.0, "first": 0.1,
     }  # fmt: skip
     assert larger.line("x", [run]) == ["x", "500", "(500 to 500)", "2", "0.25", "3.0", "150.00", "3", "0.1"]
-
-
-def test_a_run_pays_for_its_copy_once(tmp_path):
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / "file").write_bytes(b"12345")
-    epochs = [{"seconds": 3.0, "first_minibatch_s": 1.0, "rows": 10}, {"seconds": 2.0, "served_bytes": 7}]
-    run = copied.summed({"seconds": 4.0, "served_bytes": 5}, epochs, tmp_path / "copy")
-    assert [copied.seconds(run, number) for number in (1, 3)] == [7.0, 11.0]
-    assert (run["first_minibatch_s"], run["disk_bytes"], run["first_bytes"], run["later_bytes"]) == (5.0, 5, 5, 7)
-    assert list(tmp_path.iterdir()) == []

@@ -25,9 +25,6 @@ import zloader as zl
 from benchmarks.compare.reporting import records
 from benchmarks.harness import measuring, readers, sides
 from benchmarks.harness.cloud import LinkSpeed, cloud
-from benchmarks.scale import cluster, simulated
-from benchmarks.scale.cluster import Many
-from benchmarks.scale.figure import draw_ways
 from benchmarks.training import bill, models
 
 pytestmark = pytest.mark.any_version
@@ -101,20 +98,6 @@ def test_rates_and_counters(connected):
     counts = json.loads(ask(control, "/__sim/stats")[1])
     assert (counts["requests"], counts["bytes_out"], counts["active"]) == (8, 8 * len(OBJECT), 0)
     assert 0 < counts["peak_active"] <= 8
-
-
-@pytest.mark.slow  # writes stores, and imports torch in two processes
-@pytest.mark.parametrize(("memory", "status"), [("256MiB", 0), ("16MiB", 1)], ids=["held", "broken"])
-def test_the_benchmark_of_memory_says_which_case_exceeds_the_bound(tmp_path, memory, status):
-    """Two dense matrices of 64 rows take 15 MB, several times over, which 16 MiB cannot hold."""
-    case = "packed, minibatches of 512" if status == 0 else "two matrices, dense"
-    flags = ("--rows", "1200", "--memory", memory, "--names", case)
-    command = measuring.program("questions.memory", tmp_path, *flags)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (done.returncode, found["above"]) == (status, [case] if status else [])
-    assert found["peaks"][case] > 0
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
@@ -415,57 +398,3 @@ def test_the_bill_reproduces_the_committed_figures(tmp_path, capsys):
     assert (of["cold_rows_per_s"], of["warm_rows_per_s"]) == (24_600, 48_000)
     slow = bill.Run(gpu_rows_per_s=1e6, link_megabytes_per_s=1200).bill()
     assert (slow["cold"]["bound_by"], slow["warm"]["bound_by"]) == ("link", "loading")
-
-
-@pytest.fixture(scope="module")
-def rows() -> simulated.Store:
-    """A store whose last object is shorter than the others."""
-    return simulated.Store(300_000)
-
-
-def epochs_of(way: str, store: simulated.Store, machines: Many, n_epochs: int = 3) -> list[dict[str, Any]]:
-    """Its figures by epoch."""
-    made = cluster.parts(store, machines.machines) if way == "parts" else [simulated.Epoch(store, n) for n in range(3)]
-    return list(cluster.of_epochs(store, machines, made[:n_epochs]))
-
-
-def test_reads_into_a_simulated_mirror_are_those_of_the_planner(rows):
-    filling, random = rows.filling, np.random.default_rng(0)
-    for share in (0.001, 0.1, 0.5, 0.9):
-        blocks = np.flatnonzero(random.random(rows.form.n_blocks) < share)
-        chunks = [rows.chunks(rows.form.rows_of(batch)) for batch in filling.batches(blocks)]
-        wanted = np.sum([rows.reads(of_batch) for of_batch in chunks], axis=0)
-        gets, n_bytes, shards = rows.mirror_reads(blocks)
-        assert [gets, n_bytes] == wanted.tolist()
-        assert shards.tolist() == np.unique(np.concatenate(chunks) // simulated.CHUNKS_PER_SHARD).tolist()
-
-
-def test_mirrors_of_parts_read_about_once_and_those_of_a_global_order_read_more(rows):
-    total, many = rows.stored_bytes, Many(machines=4)
-    parts, everywhere = (epochs_of(way, rows, many) for way in ("parts", "global"))
-    # Chunks at the ends of what is read are read with both neighbours: one in five, where two blocks are read together.
-    assert 0.99 * total < parts[0]["bucket_bytes"] < 1.3 * total
-    assert [epoch["bucket_bytes"] for epoch in parts[1:]] == [0, 0]
-    assert sum(epoch["bucket_bytes"] for epoch in everywhere) > 1.5 * total
-    assert 4 * parts[0]["rows_made"] == pytest.approx(rows.rows, abs=4)
-    assert parts[2]["rows_per_s"] > parts[0]["rows_per_s"]
-    (alone,) = epochs_of("global", rows, Many(machines=1), 1)
-    assert alone["rows_made"] == rows.rows
-    assert 0.99 * total < alone["bucket_bytes"] < 1.3 * total
-
-
-@pytest.mark.parametrize("way", ["global", "parts"])
-def test_a_limit_of_gets_is_kept(rows, way):
-    (free,) = epochs_of(way, rows, Many(machines=4), 1)
-    (held,) = epochs_of(way, rows, Many(machines=4, gets_per_s=200), 1)
-    assert held["gets_per_s"] <= 200 < free["gets_per_s"]
-    assert held["gets"] == pytest.approx(free["gets"], rel=0.05)
-    assert held["bound"] == "GETs"
-
-
-def test_the_tables_and_the_figure_of_many_machines(tmp_path, capsys):
-    found = cluster.simulated(30_000, [1, 2])
-    assert len(found["ways"]) == 2 * 2 * 2 * 2 * 3
-    assert "bucket, of the store" in capsys.readouterr().out
-    draw_ways(json.loads(json.dumps(found))).savefig(tmp_path / "cluster.svg")
-    assert "parts, epoch 1" in (tmp_path / "cluster.svg").read_text()

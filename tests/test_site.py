@@ -16,7 +16,6 @@ import typer.main
 from helpers import counts
 
 import zloader as zl
-from benchmarks.scale import figure
 from zloader.commands.cli import app
 from zloader.commands.output import unbroken
 from zloader.common import errors
@@ -48,28 +47,6 @@ def test_a_picture_is_the_one_that_its_script_draws(name, monkeypatch, tmp_path)
     assert len(texts) > 3
     assert (texts, shapes) == drawn((PICTURES / f"{name}.svg").read_text())
     assert any(f"pictures/{name}.svg" in page.read_text() for page in PAGES)
-
-
-@pytest.mark.any_version
-def test_the_tables_of_many_machines_have_the_simulated_figures_of_its_picture(monkeypatch):
-    style = imported(PICTURES / "style.py", monkeypatch)
-    found = json.loads((PICTURES / "cluster.json").read_text())
-    names = {"a mirror each": "global", "parts": "parts"}
-    for limit, header in ((None, "any number of GETs"), (figure.S3_GETS_PER_S, "5 500 GETs/s")):
-        rows = style.table("many_machines", f"| {header}; machines |")
-        assert len(rows) == 2 * len(names)
-        for name, *cells in rows:
-            way, epoch = name.split(", epoch ")
-            of = (names[way], int(epoch), limit, "25 Gbit/s")
-            runs = [run for run in found["ways"] if (run["way"], run["epoch"], run["limit"], run["link"]) == of]
-            rates = {run["machines"]: run["rows_per_s"] for run in runs}
-            assert [style.number(cell) for cell in cells] == [round(rates[n], -3) for n in (1, 4, 16, 64)]
-    rows = style.table("many_machines", "| 64 machines, any number of GETs |")
-    for name, *cells in (row for row in rows if row[0].startswith("bytes from the bucket")):
-        of = [(way, None, 64, "25 Gbit/s") for way in names.values()]
-        runs = [[r for r in found["ways"] if (r["way"], r["limit"], r["machines"], r["link"]) == each] for each in of]
-        read = [sum(run["bucket_bytes"] for run in each) / found["stored_bytes"] for each in runs]
-        assert cells == [f"{share:.2f}" for share in read], name
 
 
 def test_every_script_has_its_picture():

@@ -30,13 +30,6 @@ class Cgroup:
         """Limits the memory of the processes and their page cache together."""
         (self.directory / self.limit_file).write_text(str(n_bytes))
 
-    def limit_cache(self, n_bytes: int) -> int:
-        """Sets the limit to the memory of the processes plus `n_bytes` of page cache. Returns the limit in bytes."""
-        stat = dict(line.split() for line in (self.directory / "memory.stat").read_text().splitlines())
-        limit = int((self.directory / self.usage_file).read_text()) - int(stat[self.cached]) + n_bytes
-        self.limit(limit)
-        return limit
-
 
 @contextlib.contextmanager
 def cgroup() -> Iterator[Cgroup]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 from io import StringIO
@@ -54,8 +54,6 @@ _STYLE: dict[Any, Any] = {
 }
 OVER = {"facecolor": LIGHT["card"], "edgecolor": "none", "pad": 1}  # hides grid lines behind a label
 _LARGE_INCHES = 6.5  # a wider chart has a row of its own
-_LOG_RATIO = 8  # speeds that differ by more are drawn on a logarithmic axis
-_LABELLED = 0.12  # share of the axis that an epoch needs for its label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,116 +125,8 @@ def inline_svg(chart: Chart) -> str:
     )
 
 
-# ---- speeds, one line of dots for each
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dots:
-    """Speeds that are drawn in one line, with the median in figures."""
-
-    name: str
-    values: Sequence[float]
-    colour: str
-    marker: str = "o"
-
-
-def draw_speeds(axes: Any, lines: Sequence[Dots], what: str) -> None:
-    """Draws lines of dots one below the other, on an axis of `what` a second."""
-    upright(axes)
-    for place, line in enumerate(lines):
-        axes.plot(line.values, [place] * len(line.values), line.marker, color=line.colour, markersize=8, alpha=0.8)
-        middle = sorted(line.values)[len(line.values) // 2]
-        axes.annotate(f"{middle:,.0f}", (middle, place), (0, 8), textcoords="offset points", ha="center", bbox=OVER)
-    _scale_speeds(axes, [value for line in lines for value in line.values], f"{what} per second")
-    axes.set_yticks(range(len(lines)), [line.name for line in lines])
-    axes.set_ylim(len(lines) - 0.5, -0.75)
-
-
 def upright(axes: Any) -> None:
     """Grid lines across the x axis only, and no ticks at the names on the y axis."""
     axes.grid(visible=False)
     axes.grid(visible=True, axis="x")
     axes.tick_params(axis="y", length=0)
-
-
-def _scale_speeds(axes: Any, values: Sequence[float], what: str) -> None:
-    """Makes the x axis logarithmic if the speeds differ much, otherwise one from 0."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
-
-    logarithmic = max(values) > _LOG_RATIO * min(values) > 0
-    if logarithmic:
-        axes.set_xscale("log")
-        axes.set_xlim(min(values) / 1.8, max(values) * 1.8)
-        decades = max(values) / min(values) > 100
-        axes.xaxis.set_major_locator(LogLocator(subs=(1,) if decades else (1, 2, 5)))
-        axes.xaxis.set_minor_locator(NullLocator())
-    else:
-        axes.set_xlim(0, 1.15 * max(values))
-        axes.locator_params(axis="x", nbins=5)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k
-    axes.set_xlabel(what + (" (log scale)" if logarithmic else ""))
-
-
-# ---- epochs over time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """An epoch over time: `y` at each of `x`, or between them if there is one more of `x`."""
-
-    epoch: int
-    colour: str
-    x: Sequence[float]
-    y: Sequence[float]
-
-
-def draw_curves(axes: Any, curves: Sequence[Curve], *, filled: bool = True) -> None:
-    """Draws epochs one after the other, with their numbers above the axes where there is room for them."""
-    first, last = curves[0].x[0], curves[-1].x[-1]
-    for curve in curves:
-        start, stop = curve.x[0], curve.x[-1]
-        if len(curve.x) > len(curve.y):
-            axes.stairs(curve.y, curve.x, color=curve.colour, linewidth=1.8)
-            axes.stairs(curve.y, curve.x, fill=True, color=curve.colour, alpha=0.25, linewidth=0)
-        else:
-            axes.plot(curve.x, curve.y, color=curve.colour, clip_on=False)
-            if filled:
-                axes.fill_between(curve.x, curve.y, color=curve.colour, alpha=0.25, linewidth=0)
-        if stop - start >= _LABELLED * (last - first):
-            axes.text((start + stop) / 2, 1.02, f"epoch {curve.epoch}", transform=axes.get_xaxis_transform(),
-                      ha="center", va="bottom")  # fmt: skip
-    if last > first:
-        axes.set_xlim(first, last)
-    axes.locator_params(axis="x", nbins=5)
-
-
-def rate_curve(epoch: int, colour: str, times: Sequence[float], totals: Sequence[float], most_bins: int) -> Curve:
-    """The rate per second at which a total grew, in time bins of equal width, of three totals at least."""
-    import numpy as np
-
-    edges = np.linspace(times[0], times[-1], 1 + max(1, min(most_bins, len(totals) // 3)))
-    rates = np.diff(np.interp(edges, times, totals)) / np.diff(edges)
-    return Curve(epoch=epoch, colour=colour, x=edges.tolist(), y=rates.tolist())
-
-
-# ---- bars
-
-
-def draw_bars(axes: Any, bars: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
-    """Draws a bar of coloured parts for each name, one below the other."""
-    upright(axes)
-    for place, parts in enumerate(bars.values()):
-        for number, (part, colour) in enumerate(zip(parts, colours, strict=True)):
-            axes.barh(place, part, left=sum(parts[:number]), height=0.5, color=colour, alpha=0.75)
-    axes.set_yticks(range(len(bars)), list(bars))
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_xlim(0)
-    axes.locator_params(axis="x", nbins=5)
-
-
-def name_colours(figure: Any, names: Mapping[str, str]) -> None:
-    """A legend of the names of colours, below the axes."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=name) for name, colour in names.items()]
-    figure.legend(handles=handles, loc="outside lower left", ncols=2)

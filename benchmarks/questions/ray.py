@@ -1,6 +1,6 @@
 """What the object store of Ray costs: streams on this machine, beside the Loader on the same cores.
 
-    python -m benchmarks.scale.run STORE [--epochs 3]
+    python -m benchmarks.questions.ray STORE [--epochs 3]
 
 STORE is an AnnData Zarr store on a local disk. Epochs of a Loader in this process take turns with epochs of `zr.stream`
 with 2 and 4 tasks on this machine, which share its cores. Nothing can be gained here, because the tasks have the cores

@@ -1,1 +1,0 @@
-"""Producers on a Ray cluster, measured and simulated."""
