@@ -14,10 +14,10 @@ from typing import Any
 from benchmarks.compare import inputs
 from benchmarks.compare.inputs import Data
 from benchmarks.compare.session import Case, Contender, Place, Session, expect
+from benchmarks.data import wide_store
 from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Figures, in_new_process, read_through
 from benchmarks.harness.sides import Reader
-from benchmarks.questions import wide
 from zloader.common.machine import available_bytes
 
 WORK_S = 0.003  # a training step, for the share of waiting
@@ -213,7 +213,7 @@ def of_size(session: Session, rows: int, *, whole: bool) -> Iterator[tuple[Data,
             session.convert(each, data, store, copies=copies)
         else:
             folder.mkdir(exist_ok=True)
-            in_new_process(wide.write, store, rows)
+            in_new_process(wide_store.write, store, rows)
         session.put(each, data, store)
 
     try:

@@ -26,9 +26,8 @@ from benchmarks.compare.new_processes import (
     scaling,
 )
 from benchmarks.compare.session import Case, Contender, Place, Session, expect
-from benchmarks.harness.measuring import Figures
+from benchmarks.harness.measuring import Figures, pss_bytes
 from benchmarks.harness.sides import Reader
-from benchmarks.questions import wide
 
 
 def kept(session: Session, scenario: str, data: Data, case: Case, options: Case) -> None:
@@ -140,7 +139,7 @@ def at_once(readers: list[Reader], each: Contender, data: Data, most_s: float) -
         expect(figures, data, each.side)
     names = ("rows", "user_s", "system_s", "peak_bytes", "workers_bytes")
     firsts = max(figures["first_minibatch_s"] for figures in found)
-    pss = sum(wide.pss_bytes(one.process.pid) for one in readers)
+    pss = sum(pss_bytes(one.process.pid) for one in readers)
     summed = {name: sum(figures[name] for figures in found) for name in names}
     ended = all(figures["ended"] for figures in found)
     return {**summed, "seconds": seconds, "first_minibatch_s": firsts, "pss_bytes": pss, "ended": ended}

@@ -193,3 +193,9 @@ def table(lines: Sequence[Sequence[str]]) -> None:
     for line in (lines[0], rule, *lines[1:]):
         cells = [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
         print(f"| {' | '.join(cells)} |")
+
+
+def pss_bytes(pid: int) -> int:
+    """The proportional set size of a process, in bytes: shared pages count by their share."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
