@@ -302,7 +302,7 @@ def test_a_file_shows_what_a_store_shows(dataset: zl.Dataset, tmp_path: Path) ->
     ("condition", "says", "right"),
     [
         ("label = 'T'", "write == to compare", "label == 'T'"),
-        ("label == T", "there is no obs column 'T'. Put a label in quotes: 'T'", "label == 'T'"),
+        ("label == T", "If it is a label, put it in quotes: 'T'", "label == 'T'"),
         ("label in (T, B)", "a string in quotes or a number", "label in ('T', 'B')"),
     ],
 )
@@ -338,7 +338,6 @@ def test_controls_outside_of_the_view(dataset: zl.Dataset) -> None:
     others = dataset.where("label != 'T'")
     message = refused(lambda: zl.Loader(others, batch_size=5, controls=zl.MatchedControls("label == 'T'", match=[])))
     assert "none meets the condition" in message
-    assert "but 20 of the whole dataset do" in message
     advised = re.search(r"MatchedControls\((dataset\.where\(.*?\)), \.\.\.\)", message)
     assert advised is not None
     controls = zl.MatchedControls(eval(advised[1], {"dataset": dataset}), match=[])

@@ -426,7 +426,7 @@ def test_columns_of_any_name_choose_rows(tmp_path):
     adata = counts(9, 5)
     adata.obs = pd.DataFrame({"cell type": list("aabbbabab"), "µm": np.arange(9)}, index=adata.obs_names)
     write_store(adata, tmp_path / "named.zarr", tmp_path)
-    view = zl.open_dataset(tmp_path / "named.zarr").where("`cell type` == 'b' and \N{GREEK SMALL LETTER MU}m > 2")
+    view = zl.open_dataset(tmp_path / "named.zarr").where("`cell type` == 'b' and µm > 2")
     assert view.row_numbers.tolist() == [3, 4, 6, 8]
     assert view.where("µm in [4, 5, 6]").row_numbers.tolist() == [4, 6]
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.records import windows_of
 from zloader.selecting.columns import ObsColumn, as_numbers
-from zloader.selecting.expressions import row_test
+from zloader.selecting.expressions import RowTest
 
 LABELS = ["a", "b", "it's", "never"]
 ORDERS = {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
 
 
-def matching(text, column, n_rows, names=()):
-    test, mask = row_test(text, column, names), np.empty(n_rows, bool)
+def matching(text, column, n_rows):
+    test, mask = RowTest(text, column), np.empty(n_rows, bool)
     for window in windows_of(n_rows):
         mask[window] = test(window)
     return mask
@@ -149,13 +149,11 @@ def test_a_row_without_a_value_is_in_no_comparison_whichever_way_it_is_put():
         ("lane = 1", "is not an expression"),
         ("(" * 300 + "lane" + ")" * 300, "is not an expression"),
         ("(" + "not " * 1200 + "passed)", "nested too deeply"),
-        ("a" + ".a" * 1200, "nested too deeply"),
-        ("lane == 1 & passed", "'1 & passed' in the expression .*: write and, or, not: signs such as &"),
-        ("(lane == 1) | (lane == 2)", r"'\(lane == 1\) \| \(lane == 2\)' in .*: write and, or, not"),
-        ("~passed", "'~passed' in .*: write and, or, not"),
-        ("lane == 1 && passed", "is not an expression .*; write and, or, not"),
-        ("!passed", "is not an expression .*; write and, or, not"),
-        ("cell_type == '&' ==", r"is not an expression .* \(<unknown>, line 1\)$"),
+        ("lane == 1 & passed", "'1 & passed' in the expression .* and, or, not in place of signs such as &"),
+        ("(lane == 1) | (lane == 2)", r"'\(lane == 1\) \| \(lane == 2\)' in .* write and, or, not"),
+        ("~passed", "'~passed' in .* write and, or, not"),
+        ("lane == 1 && passed", "is not an expression .* write and, or, not"),
+        ("!passed", "is not an expression .* write and, or, not"),
         ("cell_type == 'T'", "has no label 'T'; it has: 'a', 'b'"),
         ("cell_type < 'b'", "labels, which have no order"),
         ("cell_type == lane", "only if both hold numbers"),
@@ -163,10 +161,9 @@ def test_a_row_without_a_value_is_in_no_comparison_whichever_way_it_is_put():
         ("lane", "does not hold booleans"),
         ("lane < None", "a string in quotes or a number is needed"),
         ("lane in [None]", "a string in quotes or a number is needed"),
-        ("cell_type == CD4 T cell", r"is not an expression .*; put labels in quotes: cell_type == 'CD4 T cell'$"),
-        ("lane > 1 and cell_type = B cell", r"put labels in quotes: lane > 1 and cell_type == 'B cell'$"),
-        ("cell_type != CD8+ T", "put a label in quotes: 'CD8\\+ T'"),
-        ("cell_type == CD4-T", "'CD4-T' in .*: put a label in quotes: 'CD4-T'"),
+        ("cell_type == CD4 T cell", "is not an expression .*; put labels in quotes, write == to compare"),
+        ("cell_type != CD8+ T", "put labels in quotes"),
+        ("cell_type == CD4-T", "'CD4-T' in .*: a string in quotes .* put labels in quotes"),
         ("lane is 3", "only obs columns can be compared"),
         ("lane.notna(1)", "only comparisons of obs columns"),
         ("lane.mean() == 3", "only obs columns can be compared"),
@@ -203,26 +200,10 @@ def test_booleans_of_which_some_are_missing_are_compared():
     """They are stored as floats, so a bare column cannot be told from other numbers."""
     column = {"seen": as_numbers("seen", pd.array([True, None, False], dtype="boolean"))}.__getitem__
     for text in ("seen", "not seen", "not not seen"):
-        with pytest.raises(OptionError, match=r"'seen' in .* write seen == True, or == False"):
+        with pytest.raises(OptionError, match=r"'seen' in .* write == True, or == a value"):
             matching(text, column, 3)
     for text, rows in {"seen == True": [0], "not seen == True": [2], "seen == False": [2], "seen != True": [2]}.items():
         assert np.flatnonzero(matching(text, column, 3)).tolist() == rows, text
-
-
-NAMES = [
-    "cell type",
-    "class",
-    "it's",
-    "µm",
-    "a.µm",
-    "plain",
-    "`",
-    "ﬁt",
-    "fit",
-    "n_\N{GREEK SMALL LETTER MU}",
-    "n_µ",
-    "²",
-]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +214,6 @@ NAMES = [
         ("plain == 0 or 1 == `it's`", "it's"),
         ("`it's` == 1 or `it's` in (3, 4)  # \"", "it's"),
         ("µm == 1", "µm"),
-        ("\N{GREEK SMALL LETTER MU}m == 1", "µm"),
         ("plain == 0 and\\\n µm == 1", "µm"),
         ("a.µm == 1", "a.µm"),
         ("`µm` == 1", "µm"),
@@ -252,14 +232,8 @@ def test_any_column_can_be_named(text, named):
         asked.append(name)
         return ObsColumn(values=np.arange(2))
 
-    matching(text, column, 2, NAMES)
+    matching(text, column, 2)
     assert [name for name in asked if name != "plain"] == ([] if named == "plain" else [named])
-
-
-@pytest.mark.parametrize("name", ["\N{GREEK SMALL LETTER MU}m", "n_\N{MATHEMATICAL ITALIC SMALL MU}", "cell"])
-def test_names_in_back_quotes_are_exact_and_of_two_alike_none_is_guessed(name):
-    with pytest.raises(KeyError, match=name):
-        matching(name if name[0] == "n" else f"`{name}` == 1", {}.__getitem__, 2, NAMES)
 
 
 def test_back_quotes_in_strings_are_back_quotes():

@@ -284,7 +284,7 @@ REFUSED = {
         OptionError,
         r"\d+ rows of 1 groups have no control, .* line=nan",
     ),
-    "no row": (lambda: controls_of("lane == 99", "line"), OptionError, "no row of the dataset meets the condition"),
+    "no row": (lambda: controls_of("lane == 99", "line"), OptionError, "none meets the condition 'lane == 99'"),
     "an unknown column": (lambda: controls_of("drug == 'DMSO'", "lin"), MissingColumnError, "Did you mean 'line'"),
     "an unknown group": (lambda: {"sampling": zl.CellSets("drg", 8)}, MissingColumnError, "Did you mean 'drug'"),
     "an unknown label": (lambda: controls_of("drug == 'DSMO'", "line"), OptionError, "Did you mean 'DMSO'"),

@@ -265,7 +265,7 @@ class Dataset(Table):
         return View(self.whole, self._rows.narrowed(rows), self.matrices)
 
     def _matching(self, condition: Condition) -> RowSet:
-        return rows_matching(condition, self.obs_column, self.n_obs, self.obs_columns)
+        return rows_matching(condition, self.obs_column, self.n_obs)
 
     def in_whole(self, group: Dataset | Condition) -> RowSet:
         """Which rows of `whole` are in a group as in `rows_of`, which may also have rows that this dataset lacks."""

@@ -26,7 +26,7 @@ from zloader.dataset.store import OpenedStore
 from zloader.order.sampling import Order
 from zloader.order.shuffling import as_array, checked_once
 from zloader.selecting.columns import Column, ObsColumn
-from zloader.selecting.expressions import Mask, row_test
+from zloader.selecting.expressions import Mask, RowTest
 
 Given = TypeVar("Given")
 Condition: TypeAlias = "str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series"
@@ -180,14 +180,14 @@ class AllRows:
     column = ordered = taken = numbers = positions = narrowed = _itself
 
 
-def rows_matching(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> RowSet:
+def rows_matching(condition: Condition, column: Column, n_rows: int) -> RowSet:
     """Those of `n_rows` rows that an expression, a mask, or row numbers in any order and without repeats choose.
 
     Raises OptionError; and MissingColumnError for an expression with an unknown obs column.
     """
     mask = np.zeros(n_rows, bool)
     if isinstance(condition, str):
-        test = row_test(condition, column, names)
+        test = RowTest(condition, column)
         for window in windows_of(n_rows):
             mask[window] = test(window)
         return RowSet.of(mask)

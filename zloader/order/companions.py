@@ -102,8 +102,9 @@ class BoundControls:
         whole, chosen = dataset.whole, dataset.in_whole(options.where)
         if not len(chosen):
             raise OptionError(
-                f"no row can be a control: no row of the dataset meets the condition {options.where!r:.100}. To take "
-                "controls from other rows than those of a view, give a view that has them"
+                f"no row can be a control: none meets the condition {options.where!r:.100}. To take controls from "
+                f"other rows than those of a view, give them as MatchedControls(dataset.where({options.where!r:.100}), "
+                "...)"
             )
         require_memory(
             _CONTROL_BYTES * len(chosen),
