@@ -197,8 +197,7 @@ except ImportError:
 else:
     sys.exit("the block does not work")
 import zloader.reading.fetch, zloader.reading.object_source, zloader.reading.tensorstore_reader, zloader.order.plan
-import zloader.access.buckets, zloader.access.hub
-import zloader.access.s3
+import zloader.access.location
 assert not any(name.split(".")[0] == "torch" for name in sys.modules)
 print(*sorted(name for name in sys.modules if name.startswith("zloader.")))
 """

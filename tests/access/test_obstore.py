@@ -18,9 +18,9 @@ from helpers import NEVER_S, PATIENCE_S, counts, web_server, write_store
 
 import zloader as zl
 from zloader.access import object_files
+from zloader.access.buckets import Azure
 from zloader.access.location import Location
 from zloader.access.object_files import kept_store, read_once
-from zloader.access.schemes import SCHEMES
 from zloader.access.stored_objects import StoredObject
 from zloader.common.errors import (
     AccessDeniedError,
@@ -91,7 +91,7 @@ def source(faults: list[str], conditions: list[str | None], monkeypatch: pytest.
         address = running.enter_context(web_server(serving))
         signed = f"{address}/?signature={SECRET}"
         store = kept_store("HTTPStore", signed, retries=False)
-        monkeypatch.setattr(SCHEMES["az"], "read_range", lambda _: functools.partial(read_once, store))
+        monkeypatch.setattr(Azure, "read_range", lambda _: functools.partial(read_once, store))
         monkeypatch.setattr(Location, "find_object", lambda *_: StoredObject(size=1, tag="changed", stamp="changed"))
 
         def make(tag: str = "tag", **options: Any) -> ObjectSource:
@@ -191,7 +191,7 @@ def test_credentials_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> No
     access = {"account_name": "a", "endpoint": address, "credential_provider": nothing}
     store = kept_store("AzureStore", "cells", retries=False, **access)
     location = Location(url="az://cells/a.zarr")
-    monkeypatch.setattr(SCHEMES["az"], "read_range", lambda _: functools.partial(read_once, store))
+    monkeypatch.setattr(Azure, "read_range", lambda _: functools.partial(read_once, store))
     listed = {"key": StoredObject(size=len(CONTENT), tag="tag", stamp="tag")}
     source = ObjectSource(location, listed, zl.FetchOptions(deadline_s=NEVER_S))
     with pytest.raises(AccessDeniedError, match="found no credentials"):

@@ -307,8 +307,6 @@ def test_a_server_that_is_briefly_overloaded(root, sim):
 def test_read_only_locations(url):
     with pytest.raises(OptionError, match="written to a local path or s3://"):
         Location(url=url).require_writable()
-    with pytest.raises(OptionError, match="written to a local path or s3://"):
-        Location(url=url).zarr_store(read_only=False)
 
 
 def test_convert_to_a_web_server_is_refused(root, sim, tmp_path):
@@ -346,9 +344,9 @@ def test_invalid_urls(url, says):
 
 
 def test_invalid_options():
-    with pytest.raises(OptionError, match="accept only headers and query, not anon, auth"):
+    with pytest.raises(OptionError, match=r"no 'anon' in the storage_options of http://; there are: headers, query"):
         zl.open_dataset("http://host/a.zarr", storage_options={"anon": True, "auth": ("a", "b")})
-    with pytest.raises(OptionError, match=r"no 'no_such_option' in the storage_options"):
+    with pytest.raises(OptionError, match=r"with these storage_options: .*'no_such_option'"):
         zl.open_dataset("s3://bucket/a.zarr", storage_options={"key": "k", "secret": "s", "no_such_option": 1})
     with pytest.raises(OptionError, match="cannot contain a session"):
         zl.open_dataset("s3://bucket/a.zarr", storage_options={"session": object()})
@@ -508,11 +506,9 @@ def test_the_default_credentials_of_google(root, static, tmp_path, monkeypatch, 
     address = static(server, "")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", key_file(tmp_path, address))
     options = {"endpoint_url": address, **({"requester_pays": server.payer} if server.payer else {})}
-    assert (
-        Location(url=GOOGLE, storage_options=options)
-        .kind.credentials(Location(url=GOOGLE, storage_options=options))
-        .startswith("GOOGLE_APPLICATION_CREDENTIALS, google.oauth2.service_account")
-    )
+    found = Location(url=GOOGLE, storage_options=options).kind.credentials()
+    assert found.startswith("endpoint_url, ")
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in found
     shutil.copytree(root / "bucket", root / "changing", dirs_exist_ok=True)
     dataset = zl.open_dataset(GOOGLE.replace("bucket", "changing"), storage_options=options)
     assert digest(loader(dataset)) == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr")))
@@ -547,7 +543,6 @@ OF_GOOGLE = {
     "endpoint": ({"token": "anon", "endpoint_url": "127.0.0.1:1"}, "endpoint_url of gs:// must have the form"),
     "unknown": ({"tokn": "anon"}, r"no 'tokn' in the storage_options of gs://. Did you mean 'token'"),
     "no project": ({"requester_pays": True}, "name the project that pays"),
-    "nobody": ({"requester_pays": "our-project", "token": "anon"}, "needs credentials"),
 }
 
 

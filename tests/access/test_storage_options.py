@@ -1,8 +1,9 @@
-"""storage_options that S3 does not have are refused, and the error names the option that was probably meant."""
+"""storage_options that a client does not have are refused, and so are URLs without their slashes."""
 
 from __future__ import annotations
 
 import pickle
+import traceback
 from typing import Any
 
 import pytest
@@ -15,26 +16,22 @@ from zloader.common.errors import OptionError, ZloaderError
 pytestmark = pytest.mark.any_version
 
 KEYS = {"key": "K", "secret": "sesame"}
-NOWHERE = {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {"max_attempts": 0}}}
+NOWHERE = {"endpoint_url": "http://127.0.0.1:9"}
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "secret_key": ({"key": "K", "secret_key": "sesame"}, r"no 'secret_key' in .*s3://. Did you mean 'secret'\?"),
-    "access_key": ({"access_key": "K", "secret": "sesame"}, r"Did you mean 'key'\?"),
-    "aws_secret_access_key": ({"aws_secret_access_key": "sesame"}, r"Did you mean 'secret'\?"),
-    "session_token": (KEYS | {"session_token": "sesame"}, r"Did you mean 'token'\?"),
-    "endpoint": (KEYS | {"endpoint": "http://host"}, r"Did you mean 'endpoint_url'\?"),
-    "region": (KEYS | {"region": "eu-west-1"}, r'Did you mean "client_kwargs": \{"region_name": \.\.\.\}\?'),
-    "spelling": (KEYS | {"endpiont_url": "http://host"}, r"Did you mean 'endpoint_url'\?"),
-    "case": ({"Key": "K", "secret": "sesame"}, r"Did you mean 'key'\?"),
-    "nothing near": (KEYS | {"colour": "sesame"}, "no 'colour' in .*; there are: anon, cache_regions, client_kwargs"),
-    "not a string": ({5: "sesame"}, "no 5 in .*; there are: anon"),
-    "asynchronous": (KEYS | {"asynchronous": True}, "no 'asynchronous' in"),
-    "in client_kwargs": (KEYS | {"client_kwargs": {"regoin": "x"}}, r"no 'regoin' in client_kwargs.* 'region_name'\?"),
+    "secret_key": ({"key": "K", "secret_key": "sesame"}, "with these storage_options: .*'secret_key'"),
+    "access_key": ({"access_key": "K", "secret": "sesame"}, "found no credentials for S3"),
+    "endpoint": (KEYS | {"endpoint": "http://host"}, "with these storage_options: .*'endpoint'"),
+    "asynchronous": (KEYS | {"asynchronous": True}, "with these storage_options: .*'asynchronous'"),
+    "in client_kwargs": (KEYS | {"client_kwargs": {"regoin": "x"}}, "with these storage_options: .*'regoin'"),
     "client_kwargs": (
         KEYS | {"client_kwargs": ["sesame"]},
         "client_kwargs in storage_options must be a dict, not list",
     ),
-    "config_kwargs": (KEYS | {"config_kwargs": "sesame"}, "config_kwargs in storage_options must be a dict, not str"),
+    "config_kwargs": (KEYS | {"config_kwargs": {"regoin": "x"}}, "with these storage_options: .*'regoin'"),
+    "retries": (KEYS | {"config_kwargs": {"retries": "x"}}, "with these storage_options: "),
+    "region": (KEYS | {"client_kwargs": {"region_name": 5}}, "with these storage_options: "),
+    "loop": (KEYS | {"loop": True}, "with these storage_options: "),
     "no scheme": (KEYS | {"endpoint_url": "host:8333"}, "must have the form http://HOST:PORT .* not 'host:8333'"),
     "no host": (KEYS | {"endpoint_url": "http://"}, "must have the form"),
     "no port": (KEYS | {"endpoint_url": "http://host:99999"}, "must have the form"),
@@ -45,26 +42,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("options", "says"), MISTAKES.values(), ids=MISTAKES)
 def test_options_that_s3_does_not_have(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionError, match=says) as caught:
-        zl.open_dataset("s3://bucket/a.zarr", storage_options=options)
-    assert "sesame" not in str(caught.value)
-
-
-# What aiobotocore finds wrong only when it connects.
-LATE: dict[str, dict[str, Any]] = {
-    "config_kwargs": {"config_kwargs": {"regoin": "x"}},
-    "retries": {"config_kwargs": {"retries": "x"}},
-    "region": {"client_kwargs": {"region_name": 5}},
-    "loop": {"loop": True},
-    "max_concurrency": {"max_concurrency": "x"},
-}
-
-
-@pytest.mark.parametrize("options", LATE.values(), ids=LATE)
-def test_values_that_the_client_refuses(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=r"s3://bucket/a\.zarr with these storage_options: ") as caught:
-        zl.open_dataset("s3://bucket/a.zarr", storage_options=KEYS | NOWHERE | options)
-    assert caught.value.__cause__ is not None
+    with pytest.raises(ZloaderError, match=says) as caught:
+        zl.open_dataset("s3://bucket/a.zarr", storage_options=NOWHERE | options)
+    assert "sesame" not in "".join(traceback.format_exception(caught.value))
 
 
 VALID: dict[str, Any] = {
@@ -105,15 +85,14 @@ def test_aliases_of_s3fs_are_accepted() -> None:
 def test_options_that_google_does_not_have() -> None:
     for name in ("projet", "use_listings_cache"):
         with pytest.raises(OptionError, match=f"no '{name}' in the storage_options of gs://"):
-            Location(url="gs://bucket/a", storage_options={"token": "anon", name: "sesame"}).filesystem()
-    Location(url="gs://bucket/a", storage_options={"token": "anon", "project": "p"}).filesystem()
+            Location(url="gs://bucket/a", storage_options={"token": "anon", name: "sesame"}).kind.credentials()
+    Location(url="gs://bucket/a", storage_options={"token": "anon", "project": "p"}).kind.credentials()
 
 
 SLASHES = {
     "s3:/bucket/a.zarr": "s3://bucket/a.zarr",
     "s3:bucket/a.zarr": "s3://bucket/a.zarr",
     "S3:/bucket/a.zarr": "S3://bucket/a.zarr",
-    "s3:": "s3://BUCKET/KEY",
     "gs:/bucket/a.zarr": "gs://bucket/a.zarr",
     "https:/host/a.zarr": "https://host/a.zarr",
     "http:host/a.zarr?sesame": "http://host/a.zarr",

@@ -408,7 +408,7 @@ def test_straight_to_s3(tmp_path: Path, s3: Any) -> None:
     with pytest.raises(errors.StoreExistsError, match="overwrite=True"):
         convert(tmp_path / "a.h5ad", url, **options)
     convert(write_h5ad(tmp_path / "b.h5ad", counts(seed=5)), url, overwrite=True, **options)
-    out = ad.read_zarr(zarr.open_group(location.zarr_store(read_only=True), mode="r"))
+    out = ad.read_zarr(zarr.open_group(location.url, storage_options=s3.storage_options, mode="r"))
     np.testing.assert_array_equal(dense(out.X), counts(seed=5).toarray())
 
 
@@ -420,7 +420,7 @@ def test_interrupted_on_s3(tmp_path: Path, s3: Any) -> None:
         convert_to(FailingDestination(location, survives=12, fail=disk_full), source, options=SMALL)
     assert MARKER in location.listing()
     with pytest.raises(FileNotFoundError):
-        zarr.open_group(location.zarr_store(read_only=True), mode="r")
+        zarr.open_group(location.url, storage_options=s3.storage_options, mode="r")
     convert(source, s3.url("a.zarr"), storage_options=s3.storage_options)
     assert MARKER not in location.listing()
 

@@ -217,7 +217,7 @@ REQUESTS = {
 def test_ctrl_c_is_raised_when_a_request_has_ended(s3: Any, sim: Any, slow: str) -> None:
     """s3fs sends requests from another thread, which continues after Ctrl-C."""
     direct = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)
-    root = zarr.create_group(direct.zarr_store(read_only=False), attributes={"encoding-type": "anndata"})
+    root = zarr.create_group(direct.url, storage_options=s3.storage_options, attributes={"encoding-type": "anndata"})
     root.create_group("X")
 
     def objects() -> dict[str, bytes]:

@@ -191,7 +191,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(store, tmp_path, caplog)
 def test_nothing_there(tmp_path, s3):
     with pytest.raises(StoreNotFoundError, match=rf"no such directory: {tmp_path}/nothing\.zarr. Check the path"):
         zl.open_dataset(tmp_path / "nothing.zarr")
-    with pytest.raises(StoreNotFoundError, match="Its parent directory does not exist either"):
+    with pytest.raises(StoreNotFoundError, match="no such directory"):
         zl.open_dataset(tmp_path / "none" / "nothing.zarr")
     (tmp_path / "counts.zarr").mkdir()
     with pytest.raises(StoreNotFoundError, match=r"no such directory: .*Did you mean 'counts\.zarr'\?"):

@@ -11,20 +11,21 @@ ranges. HEAD is not used, because servers may refuse it for addresses that are s
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from zloader.access.listed_store import implied_objects
-from zloader.access.object_files import ObjectScheme, awaited, tag_of
+from zloader.access.object_files import ObjectScheme, kept_store, tag_of
 from zloader.access.scheme import libraries, require_endpoint, status_of
 from zloader.access.stored_objects import TRUSTED_SINCE, Listing, StoredObject
+from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import OptionError, StoreError
 from zloader.common.messages import cause
 
@@ -32,7 +33,8 @@ _BLOBS = re.compile(r"[^@:/]+@(?P<account>[a-z0-9-]+)\.(?:dfs|blob)\.(?P<domain>
 # Azure's options that have a variable, such as AZURE_STORAGE_ACCOUNT_KEY.
 _SECRET = ("client_id", "client_secret", "tenant_id")
 _VARIABLES = ("account_name", "account_key", "sas_token", "connection_string", *_SECRET)
-_CONCURRENCY = 64  # requests
+_REQUESTS = 64  # at once
+_KEYS = 4096  # in memory
 # Parameters that sign an address of Amazon, Google, Azure and CloudFront, and change each time.
 _SIGNING = re.compile(
     r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires|token|"
@@ -46,37 +48,32 @@ class Google(ObjectScheme):
     """gs:// URLs."""
 
     library = "GCSStore"
-    options = ("token", "anon", "requester_pays", "project", "endpoint_url")
+    known = ("token", "anon", "requester_pays", "project", "endpoint_url")
+    variables = "GOOGLE_"
+    default = "the default credentials of google-auth"
     advice = 'GOOGLE_APPLICATION_CREDENTIALS, or pass {"token": "anon"} for a public bucket'
 
-    def access(self, location: Any) -> tuple[str, dict[str, Any]]:
-        options = location.storage_options
+    def access(self) -> dict[str, Any]:
         access: dict[str, Any] = {}
-        if endpoint := str(options.get("endpoint_url") or ""):
+        if endpoint := str(self.options.get("endpoint_url") or ""):
             require_endpoint(endpoint, "gs://")
             access["base_url"] = endpoint.rstrip("/")
-        token = options.get("token") or ("anon" if options.get("anon") else "google_default")
+        token = self.options.get("token") or ("anon" if self.options.get("anon") else "google_default")
         if token not in ("google_default", "anon"):
             raise OptionError(
                 'the token for gs:// can only be "anon", for public buckets. To use credentials, leave it out and set '
                 "GOOGLE_APPLICATION_CREDENTIALS to the path of a key file or run 'gcloud auth application-default "
                 "login'"
             )
-        if pays := options.get("requester_pays"):
-            project = pays if isinstance(pays, str) else options.get("project")
+        if pays := self.options.get("requester_pays"):
+            project = pays if isinstance(pays, str) else self.options.get("project")
             if not project:
                 raise OptionError('name the project that pays for gs://: {"requester_pays": "PROJECT"}')
-            if token == "anon":
-                raise OptionError("requester_pays for gs:// needs credentials: leave out anon and token")
             access["headers"] = {"x-goog-user-project": str(project)}
         if token == "anon":
-            return "anonymous", access | _ANONYMOUS
-        named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
-        with location.translated("find credentials for"):
-            provider = _of_google(named)
-        kind = type(provider.credentials)
-        found = f"{'GOOGLE_APPLICATION_CREDENTIALS, ' * bool(named)}{kind.__module__}.{kind.__name__}"
-        return found, access | {"credential_provider": provider}
+            return access | _ANONYMOUS
+        with self.location.translated("find credentials for"):
+            return access | {"credential_provider": _of_google(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"))}
 
 
 @functools.lru_cache
@@ -91,7 +88,8 @@ class Azure(ObjectScheme):
     """az:// and abfs:// URLs."""
 
     library = "AzureStore"
-    options = (*_VARIABLES, "account_host", "anon", "credential")
+    known = (*_VARIABLES, "account_host", "anon")
+    variables = "AZURE_"
     form = "CONTAINER/KEY"
     advice = (
         "account_name with account_key, sas_token or connection_string in storage_options or the AZURE_STORAGE_* "
@@ -99,72 +97,51 @@ class Azure(ObjectScheme):
     )
     if_nothing = "check the account, the container and the key"
 
-    def path(self, location: Any, rest: str) -> str:
-        return re.sub("^([^/@]*)@[^/]*", r"\1", rest)
+    @property
+    def path(self) -> str:
+        return re.sub("^([^/@]*)@[^/]*", r"\1", self.rest)
 
-    def require_authority(self, authority: str, shown: str) -> None:
-        """Raises OptionError unless what precedes the path is CONTAINER or CONTAINER@ACCOUNT.dfs.core.windows.net."""
-        if "@" in authority and not _BLOBS.fullmatch(authority):
-            raise OptionError(
-                f"cannot open {shown!r}: write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY, and pass credentials "
-                "in storage_options"
-            )
+    def is_authority(self, authority: str) -> bool:
+        """Whether it is CONTAINER@ACCOUNT.dfs.core.windows.net."""
+        return _BLOBS.fullmatch(authority) is not None
 
-    def access(self, location: Any) -> tuple[str, dict[str, Any]]:
-        options = _azure_options(location)
-        kind, access = _of_string(options["connection_string"]) if options["connection_string"] else _of(options)
+    def access(self) -> dict[str, Any]:
+        variables = {name: os.environ.get(f"AZURE_STORAGE_{name.upper()}") for name in _VARIABLES}
+        options = {**variables, **{name: value for name, value in self.options.items() if value}}
+        if found := _BLOBS.fullmatch(self.rest.partition("/")[0]):
+            options |= {"account_name": found["account"], "account_host": f"{found['account']}.blob.{found['domain']}"}
+        access = _of_string(options["connection_string"]) if options["connection_string"] else _of_names(options)
         if not access["account_name"]:
-            raise OptionError(
-                f"no account for {location.url}: pass connection_string or account_name in storage_options"
-            )
-        return kind, access
-
-    def credentials(self, location: Any) -> str:
-        """The kind of credentials, the account and the variables. Raises OptionError for unusable options."""
-        kind, access = self.access(location)
-        variables = sorted(name for name in os.environ if name.startswith("AZURE_STORAGE_"))
-        return ", ".join([kind, f"account {access['account_name']}", *variables])
-
-
-def _azure_options(location: Any) -> dict[str, Any]:
-    """The options that are given, else those of the URL, else the variables."""
-    given = location.storage_options
-    if given.get("credential") is not None:
-        raise OptionError(
-            "storage_options for az:// cannot contain a credential: leave it out, so that DefaultAzureCredential "
-            "finds one, or pass client_id, client_secret and tenant_id"
-        )
-    of_url = {}
-    if found := _BLOBS.fullmatch(location.url.partition("://")[2].partition("/")[0]):
-        host = f"{found['account']}.blob.{found['domain']}"
-        of_url = {"account_name": found["account"], "account_host": host}
-    anonymous = os.environ.get("AZURE_STORAGE_ANON", "false").lower() not in ("false", "0", "f")
-    named = {name: os.environ.get(f"AZURE_STORAGE_{name.upper()}") for name in _VARIABLES}
-    options = {"account_host": "", **named, **of_url, **{name: value for name, value in given.items() if value}}
-    for name, value in of_url.items():
-        if options[name] != value:
-            raise OptionError(f"{location.url} names another account than {name} in storage_options: give it once")
-    return options | {"anon": given.get("anon", anonymous)}
+            raise OptionError(f"no account for {self.url}: pass connection_string or account_name in storage_options")
+        if key := access.get("account_key"):
+            try:
+                base64.b64decode(key, validate=True)
+            except binascii.Error:
+                raise OptionError("the account key for az:// is not base64: copy it whole") from None
+            return access | {"credential_type": "access_key"}
+        if access.get("sas_key"):
+            return access | {"credential_type": "sas_token"}
+        if options["connection_string"] or options.get("anon", os.environ.get("AZURE_STORAGE_ANON") == "true"):
+            return access | _ANONYMOUS
+        if options["client_secret"]:
+            return access | {name: options[name] for name in _SECRET}
+        return access | {"credential_provider": _identity()}
 
 
-def _of(options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The kind of credentials, and account, endpoint and credentials as keywords of AzureStore."""
-    host = str(options["account_host"] or f"{options['account_name']}.blob.core.windows.net")
+def _of_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Account, endpoint and credentials as keywords of AzureStore."""
+    host = str(options.get("account_host") or f"{options['account_name']}.blob.core.windows.net")
     access = {"account_name": options["account_name"], "endpoint": host if "://" in host else f"https://{host}"}
-    if options["account_key"] or options["sas_token"]:
-        return _signed(access, options["account_key"], options["sas_token"])
-    if options["client_secret"]:
-        return "client_secret", access | {name: options[name] for name in _SECRET}
-    if options["anon"] or not options["account_name"]:
-        return "anonymous", access | _ANONYMOUS
-    return "identity of DefaultAzureCredential", access | {"credential_provider": _identity()}
+    if options["account_key"]:
+        return access | {"account_key": options["account_key"]}
+    return access | ({"sas_key": options["sas_token"].lstrip("?")} if options["sas_token"] else {})
 
 
-def _of_string(text: str) -> tuple[str, dict[str, Any]]:
-    """What a connection string says, as `_of`. Raises OptionError."""
-    pairs = (part.partition("=") for part in text.split(";") if part.strip())
+def _of_string(text: str) -> dict[str, Any]:
+    """What a connection string says, as `_of_names`. Raises OptionError."""
+    pairs = (part.partition("=") for part in text.split(";"))
     parts = {name.strip().lower(): value.strip() for name, _, value in pairs}
-    account = parts.get("accountname")
+    account = parts.get("accountname", "")
     protocol, suffix = parts.get("defaultendpointsprotocol", "https"), parts.get("endpointsuffix", "core.windows.net")
     endpoint = (parts.get("blobendpoint") or (f"{protocol}://{account}.blob.{suffix}" if account else "")).rstrip("/")
     if not endpoint:
@@ -172,22 +149,10 @@ def _of_string(text: str) -> tuple[str, dict[str, Any]]:
             "the connection_string in storage_options names no account: copy it from 'Access keys' of the account"
         )
     require_endpoint(endpoint, "az://")
-    host = re.sub("^https?://", "", endpoint)
+    host = endpoint.partition("://")[2]
     account = account or (host.rpartition("/")[2] if "/" in host else host.partition(".")[0])
-    access = {"account_name": account, "endpoint": endpoint}
-    return "connection_string", _signed(access, parts.get("accountkey"), parts.get("sharedaccesssignature"))[1]
-
-
-def _signed(access: dict[str, Any], key: str | None, sas: str | None) -> tuple[str, dict[str, Any]]:
-    if key:
-        try:
-            base64.b64decode(key, validate=True)
-        except binascii.Error:
-            raise OptionError("the account key for az:// is not base64: copy it whole") from None
-        return "account_key", access | {"account_key": key, "credential_type": "access_key"}
-    if sas:
-        return "sas_token", access | {"sas_key": sas.lstrip("?"), "credential_type": "sas_token"}
-    return "anonymous", access | _ANONYMOUS
+    signed = {"account_key": parts.get("accountkey"), "sas_key": parts.get("sharedaccesssignature", "").lstrip("?")}
+    return {"account_name": account, "endpoint": endpoint, **{name: value for name, value in signed.items() if value}}
 
 
 @functools.lru_cache
@@ -201,118 +166,99 @@ class Web(ObjectScheme):
     """http(s):// URLs."""
 
     library = "HTTPStore"
+    known = ("headers", "query")
     form = "HOST/PATH"
+    default = "none"
     advice = (
         'the headers that the server requires, in storage_options: {"headers": {"Authorization": ...}}; a signed '
         "address may have expired"
     )
     is_web = True
 
-    def path(self, location: Any, rest: str) -> str:
+    @property
+    def path(self) -> str:
         """The whole address, unquoted."""
-        return f"{location.scheme}://{unquote(rest)}"
+        return f"{self.location.scheme}://{unquote(self.rest)}"
 
-    def require_url(self, location: Any, shown: str) -> None:
-        super().require_url(location, shown)
-        if not isinstance(location.storage_options.get("query", ""), str):
+    def require_url(self, shown: str) -> None:
+        super().require_url(shown)
+        if not isinstance(self.options.get("query", ""), str):
             raise OptionError("the query in storage_options for http(s) must be text, as it follows ? in an address")
         try:
-            port = urlsplit(location.url).port
+            port = urlsplit(self.url).port
         except ValueError as error:
             raise OptionError(f"cannot open {shown!r}: {error}") from error
         if port == 0:
             raise OptionError(f"cannot open {shown!r}: 0 is not a valid port")
-        if "?" in location.url or "#" in location.url:
+        if "?" in self.url or "#" in self.url:
             raise OptionError(
                 f"cannot open {shown!r}: a store's URL cannot have a fragment. Write ? and # that belong to the path "
                 "as %3F and %23"
             )
 
-    def split(self, location: Any) -> tuple[str, str]:
-        scheme, _, rest = location.path.partition("://")
+    def split(self) -> tuple[str, str]:
+        scheme, _, rest = self.path.partition("://")
         host, _, prefix = rest.partition("/")
         return f"{scheme}://{host}", prefix
 
-    def require_options(self, location: Any) -> None:
-        if unknown := location.storage_options.keys() - {"headers", "query"}:
-            raise OptionError(
-                f"storage_options for http(s) accept only headers and query, not {', '.join(sorted(unknown))}: "
-                'pass {"headers": {"Authorization": ...}} if the server requires credentials'
-            )
+    def access(self) -> dict[str, Any]:
+        return {"headers": self.options.get("headers")}
 
-    def access(self, location: Any) -> tuple[str, dict[str, Any]]:
-        headers, query = location.storage_options.get("headers"), location.storage_options.get("query")
-        found = f"headers: {', '.join(headers or ()) or 'none'}{', and the query of the address' * bool(query)}"
-        return found, {"headers": headers}
+    def open(self, *, retries: bool) -> Any:
+        """obstore sends the query of its own address with each request, so that the address is that of the location."""
+        self.require_options()
+        root, prefix = self.split()
+        address, query = f"{root}/{quote(prefix)}".rstrip("/"), self.options.get("query")
+        address = f"{address}?{query}" if query else address
+        return kept_store(self.library, address, retries=retries, **self.access())
 
-    def address(self, location: Any, prefix: str) -> tuple[str, dict[str, Any]]:
-        address, query = f"{self.split(location)[0]}/{quote(prefix)}", location.storage_options.get("query")
-        return f"{address.rstrip('/')}?{query}" if query else address.rstrip("/"), {}  # of each request
+    def key(self, key: str) -> str:
+        return key
 
-    def listing(self, location: Any) -> Listing:
-        store = location.zarr_store(read_only=True)
-        return Listing(implied_objects(store, location.path, functools.partial(self._find, location)).items())
+    def listing(self) -> Listing:
+        return Listing(implied_objects(self.location, self._find).items())
 
-    def find_object(self, location: Any, key: str) -> StoredObject:
-        found = self._find(location, [key])
-        if key not in found:
-            raise FileNotFoundError(f"{location.url}/{key}")
-        return found[key]
-
-    def _find(self, location: Any, keys: Iterable[str]) -> dict[str, StoredObject]:
-        """The objects of `keys` below a location that exist."""
-        from fsspec.asyn import get_loop, sync
-
-        store = self.store(location, prefix=self.split(location)[1], retries=True)
-        found: dict[str, StoredObject] = sync(get_loop(), _find, store, iter(keys), location.path)
+    def find(self, key: str) -> StoredObject:
+        if (found := self._stored_object(key)) is None:
+            raise FileNotFoundError(f"{self.url}/{key}")
         return found
 
-    def origin(self, location: Any) -> str:
-        """The address, with what of a query does not sign it: that may say which file it is."""
-        query = parse_qsl(location.storage_options.get("query", ""), keep_blank_values=True)
-        named = [(name, value) for name, value in query if not _SIGNING.fullmatch(name)]
-        return f"{location.path}?{urlencode(named)}" if named else str(location.path)
+    def _find(self, keys: Iterable[str]) -> dict[str, StoredObject]:
+        """The objects of `keys` that exist."""
+        found: dict[str, StoredObject] = {}
+        keys = iter(keys)
+        while some := list(islice(keys, _KEYS)):
+            stored = concurrently(self._stored_object, some, most=_REQUESTS)
+            found |= {key: entry for key, entry in zip(some, stored, strict=True) if entry is not None}
+        return found
 
+    def _stored_object(self, key: str) -> StoredObject | None:
+        """What the server says of an object: its tag is the ETag, else the time of its last change, else empty."""
+        from obstore.exceptions import BaseError, NotSupportedError
 
-async def _find(store: Any, keys: Iterator[str], url: str) -> dict[str, StoredObject]:
-    found: dict[str, StoredObject] = {}
-
-    async def work() -> None:
-        for key in keys:  # the workers share one iterator, so at most _CONCURRENCY keys are in memory
-            if (entry := await _stored_object(store, key, url)) is not None:
-                found[key] = entry
-
-    tasks = [asyncio.ensure_future(work()) for _ in range(_CONCURRENCY)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return found
-
-
-async def _stored_object(store: Any, key: str, url: str) -> StoredObject | None:
-    """What the server says of an object: its tag is the ETag, else the time of its last change, else empty."""
-    from obstore.exceptions import BaseError, NotSupportedError
-
-    try:
-        result = await awaited(store.get_async(key, options={"range": (0, 1)}))
-        await awaited(result.bytes_async())
-    except FileNotFoundError:
-        return None
-    except BaseError as error:
-        if status_of(error) == 410:
+        try:
+            result = self.store.get(key, options={"range": (0, 1)})
+            result.bytes()
+        except FileNotFoundError:
             return None
-        if status_of(error) != 416 and not isinstance(error, NotSupportedError):
-            raise
-        result = await awaited(store.get_async(key))
-        if result.meta["size"]:  # not an empty object, which has no first byte
-            raise StoreError(
-                f"the server of {url}/{key} does not support byte ranges, which reading shards requires: it answered a "
-                "request of the first byte with the whole object. Use another server, or copy the store"
-            ) from cause(error)
-    tag, modified = tag_of(result.meta), result.meta["last_modified"].timestamp()
-    # An ETag does not help if the time is artificial: most servers derive the ETag from the file's time and size.
-    trusted = modified == 0 or modified >= TRUSTED_SINCE
-    return StoredObject(size=result.meta["size"], tag=tag, stamp=tag if trusted else "")
+        except BaseError as error:
+            if status_of(error) == 410:
+                return None
+            if status_of(error) != 416 and not isinstance(error, NotSupportedError):
+                raise
+            result = self.store.get(key)
+            if result.meta["size"]:  # not an empty object, which has no first byte
+                raise StoreError(
+                    f"the server of {self.url}/{key} does not support byte ranges, which reading shards requires: it "
+                    "answered a request of the first byte with the whole object. Use another server, or copy the store"
+                ) from cause(error)
+        tag, modified = tag_of(result.meta), result.meta["last_modified"].timestamp()
+        # An ETag does not help if the time is artificial: most servers derive the ETag from the file's time and size.
+        trusted = modified == 0 or modified >= TRUSTED_SINCE
+        return StoredObject(size=result.meta["size"], tag=tag, stamp=tag if trusted else "")
+
+    def origin(self) -> str:
+        """The address, with what of a query does not sign it: that may say which file it is."""
+        query = parse_qsl(self.options.get("query", ""), keep_blank_values=True)
+        named = [(name, value) for name, value in query if not _SIGNING.fullmatch(name)]
+        return f"{self.path}?{urlencode(named)}" if named else self.path

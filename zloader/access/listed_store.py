@@ -7,6 +7,7 @@ be returned, with as many bytes as the listing says.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,20 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
-from zloader.access.scheme import access_errors, is_denial
 from zloader.access.stored_objects import StoredObject
 from zloader.access.zarr_groups import UNDECODABLE, implied_keys, open_zarr_group
 from zloader.common.errors import (
-    AccessDeniedError,
     FormatError,
     MissingObjectError,
-    ReadError,
     StoreChangedError,
     StoreNotFoundError,
     TruncatedObjectError,
     ZloaderError,
 )
-from zloader.common.messages import cause, reason_of
 from zloader.storage.coders import is_whole_blosc, require_packages
 from zloader.storage.layout import require_bytes
 from zloader.storage.metadata import SHARDING, codecs_of_arrays
@@ -40,6 +37,7 @@ Listed = dict[str, StoredObject]
 METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
 _ROOTS = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
 _RESTORE = "Restore it or convert the store again"
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 def is_metadata(key: str) -> bool:
@@ -48,9 +46,7 @@ def is_metadata(key: str) -> bool:
 
 
 class ListedStore(Store):
-    """A read-only wrapper of a zarr store; every read passes through `get`.
-
-    zarr's WrapperStore would pass what newer versions of zarr add, such as `get_sync`, to the wrapped store unchecked.
+    """The objects of a location as a read-only zarr store; every read passes through `get`.
 
     `sizes` maps the key of each listed object to its bytes. If `all_listed`, other keys are treated as absent without a
     request; otherwise, as on a web server, they are requested. An object may be absent but not empty. In a store that
@@ -58,10 +54,15 @@ class ListedStore(Store):
     """
 
     complete = False
+    supports_writes = False
+    supports_deletes = False
+    supports_listing = True
 
-    def __init__(self, store: Store, url: str, sizes: Mapping[str, int], *, all_listed: bool) -> None:
+    def __init__(self, location: Any, sizes: Mapping[str, int], *, all_listed: bool) -> None:
+        """`location` is a Location."""
         super().__init__(read_only=True)
-        self._store, self._url, self.sizes, self._all_listed = store, url, sizes, all_listed
+        self._location, self._url, self.sizes, self._all_listed = location, location.url, sizes, all_listed
+        self._objects = location.kind
         self._arrays: dict[str, list[str]] = {}  # the names of the codecs of each known array, by path
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
@@ -75,13 +76,16 @@ class ListedStore(Store):
             require_bytes(self._url, key, size, _end(byte_range))
         path, names = self._codecs_of(key)
         require_packages(names, f"{path} of {self._url}")
-        if size is not None and isinstance(byte_range, SuffixByteRequest | OffsetByteRequest):
-            part = slice_of(byte_range, size)  # not all servers know ranges without an end
-            byte_range = RangeByteRequest(part.start, part.stop)
-        wanted = _length(byte_range, size)
-        content = None if self._is_absent(key) else await self._read_translated(key, prototype, byte_range)
-        if content is not None and len(content) < (wanted or 0):  # an answer that was cut short is complete next time
-            content = await self._read_translated(key, prototype, byte_range)
+        content = None
+        if size is not None or not self._all_listed:
+            # A range has an end, because not all servers know others. A whole object has none, to notice that it grew.
+            within = slice(0, None) if byte_range is None or size is None else slice_of(byte_range, size)
+            wanted = size if within.stop is None else within.stop - within.start
+            content = await self.read(key, within)
+            if content is not None and len(content) < (wanted or 0):  # one that was cut short is complete next time
+                content = await self.read(key, within)
+            if content is not None:
+                self._check_length(key, len(content), wanted)
         if content is None:
             if size is not None:
                 raise MissingObjectError(
@@ -91,10 +95,19 @@ class ListedStore(Store):
             if self.complete and not is_metadata(key):
                 raise MissingObjectError(f"{self._url}: {key} is missing: the store is incomplete. Convert it again")
             return None
-        self._check_length(key, len(content), wanted)
         if byte_range is None:
             (self._check_metadata if is_metadata(key) else self._check_chunk)(key, content)
-        return content
+        elif size is None:
+            content = content[slice_of(byte_range, len(content))]
+        return prototype.buffer.from_bytes(content)
+
+    async def read(self, key: str, within: slice) -> bytes | None:
+        """Some bytes of an object, without any checks; None if it is absent."""
+        with self._location.translated(f"read {key} of"):
+            try:
+                return bytes(await asyncio.to_thread(self._objects.read, key, within.start, within.stop))
+            except _ABSENT:
+                return None
 
     def register_arrays(self, key: str, document: Any) -> None:
         """Records the arrays in a metadata document, so that `get` can check their chunks.
@@ -106,29 +119,6 @@ class ListedStore(Store):
     def forget_arrays(self) -> None:
         """Forgets the arrays of metadata that turned out to be stale."""
         self._arrays.clear()
-
-    async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
-        """Like `get`, but without any checks."""
-        return await self._store.get(key, prototype, byte_range)
-
-    async def _read_translated(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None
-    ) -> Buffer | None:
-        """Like `read`, with errors of a remote store that do not look like those of damaged objects."""
-        try:
-            return await self.read(key, prototype, byte_range)
-        except Exception as error:
-            if "://" not in self._url or not isinstance(error, access_errors()):
-                raise
-            reason = reason_of(error)
-            if is_denial(error):
-                raise AccessDeniedError(f"not allowed to read {key} of {self._url}: {reason}") from cause(error)
-            raise ReadError(f"cannot read {key} of {self._url}: {reason}. Is its server running? Try again") from cause(
-                error
-            )
-
-    def _is_absent(self, key: str) -> bool:
-        return self._all_listed and key not in self.sizes
 
     def _check_length(self, key: str, length: int, wanted: int | None) -> None:
         if wanted is not None and length > wanted:
@@ -142,25 +132,24 @@ class ListedStore(Store):
                 f"{self._url}: {key} returned {length} bytes{expected}: it is truncated or being replaced. {_RESTORE}"
             )
 
-    def _check_metadata(self, key: str, content: Buffer) -> None:
+    def _check_metadata(self, key: str, content: bytes) -> None:
         try:
-            self.register_arrays(key, json.loads(content.to_bytes()))
+            self.register_arrays(key, json.loads(content))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise FormatError(
                 f"{self._url}: {key} ({len(content)} bytes) is not the metadata of a group or array ({error!r}). "
                 f"{_RESTORE}"
             ) from error
 
-    def _check_chunk(self, key: str, content: Buffer) -> None:
+    def _check_chunk(self, key: str, content: bytes) -> None:
         """Raises an error for a truncated chunk of blosc, which would read past its end."""
         _, names = self._codecs_of(key)
         checked = names[-1:] == ["crc32c"]
         if SHARDING in names or (names[:-1] if checked else names)[-1:] != ["blosc"]:
             return
-        stored = content.to_bytes()
-        if not is_whole_blosc(stored[:-4] if checked else stored):
+        if not is_whole_blosc(content[:-4] if checked else content):
             raise TruncatedObjectError(
-                f"{self._url}: {key} has {len(stored)} bytes, but its blosc header gives another size: it was "
+                f"{self._url}: {key} has {len(content)} bytes, but its blosc header gives another size: it was "
                 f"truncated when it was written or copied. {_RESTORE}"
             )
 
@@ -186,34 +175,25 @@ class ListedStore(Store):
             raise errors.exceptions[0] from errors
 
     async def exists(self, key: str) -> bool:
-        """Whether the object exists."""
-        return key in self.sizes or (not self._all_listed and await self._store.exists(key))
+        """Whether the object is listed."""
+        return key in self.sizes
 
-    @property
-    def supports_listing(self) -> bool:
-        """Whether the wrapped store can be listed."""
-        return self._store.supports_listing
+    async def list(self) -> AsyncIterator[str]:
+        """All listed keys."""
+        for key in self.sizes:
+            yield key
 
-    def list(self) -> AsyncIterator[str]:
-        """All keys."""
-        return self._store.list()
-
-    def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """All keys that begin with `prefix`."""
-        return self._store.list_prefix(prefix)
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        """All listed keys that begin with `prefix`."""
+        for key in self.sizes:
+            if key.startswith(prefix):
+                yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         """The names directly below a group."""
-        if not self._all_listed:
-            async for name in self._store.list_dir(prefix):
-                yield name
-            return
         parent = f"{prefix.rstrip('/')}/" if prefix else ""
         for name in dict.fromkeys(key[len(parent) :].partition("/")[0] for key in self.sizes if key.startswith(parent)):
             yield name
-
-    supports_writes = False
-    supports_deletes = False
 
     async def set(self, key: str, value: Buffer) -> None:
         """Raises ValueError: the store is read-only."""
@@ -224,23 +204,23 @@ class ListedStore(Store):
         self._check_writable()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ListedStore) and (self._store, self._url) == (other._store, other._url)
+        return isinstance(other, ListedStore) and self._location == other._location
 
 
-def implied_objects(store: Store, url: str, find: Callable[[Iterable[str]], Listed]) -> Listed:
+def implied_objects(location: Any, find: Callable[[Iterable[str]], Listed]) -> Listed:
     """The objects of a store that cannot be listed: those of `find`, which finds which of some keys exist.
 
-    The consolidated metadata implies the keys. If there is no store at `url`, but a file, it has the key "".
+    The consolidated metadata implies the keys. If there is no store at the location, but a file, it has the key "".
     Raises StoreNotFoundError, and FormatError if the metadata is not consolidated.
     """
-    roots = find(_ROOTS)
+    url, roots = location.url, find(_ROOTS)
     if not roots.keys() & {"zarr.json", ".zgroup"}:
         if not (file := find([""])):
-            raise StoreNotFoundError(f"found no zarr.json or .zgroup at {url}: check the address")
+            raise StoreNotFoundError(f"found no zarr.json or .zgroup at {location.path}: check the address")
         return file
-    sizes = {key: entry.size for key, entry in roots.items()}
     try:
-        group = open_zarr_group(ListedStore(store, url, sizes, all_listed=False))
+        sizes = {key: entry.size for key, entry in roots.items()}
+        group = open_zarr_group(ListedStore(location, sizes, all_listed=False))
         if group.metadata.consolidated_metadata is None:
             raise FormatError(
                 f"the metadata of {url} is not consolidated, and a web server cannot be listed: run "
@@ -270,19 +250,10 @@ def _end(byte_range: ByteRequest | None) -> int:
     return byte_range.offset + 1 if isinstance(byte_range, OffsetByteRequest) else 1
 
 
-def _length(byte_range: ByteRequest | None, size: int | None) -> int | None:
-    """The length in bytes of a range of an object of `size` bytes; None if it is not known."""
-    if isinstance(byte_range, RangeByteRequest):
-        return byte_range.end - byte_range.start
-    return size if byte_range is None else getattr(byte_range, "suffix", None)
-
-
-def slice_of(byte_range: ByteRequest | None, size: int) -> slice:
+def slice_of(byte_range: ByteRequest, size: int) -> slice:
     """A range as a slice of an object of `size` bytes."""
     if isinstance(byte_range, RangeByteRequest):
         return slice(byte_range.start, byte_range.end)
     if isinstance(byte_range, OffsetByteRequest):
         return slice(byte_range.offset, size)
-    if isinstance(byte_range, SuffixByteRequest):
-        return slice(max(0, size - byte_range.suffix), size)
-    return slice(0, size)
+    return slice(size - byte_range.suffix, size)

@@ -1,6 +1,7 @@
-"""Where a store is: its URL and options, its listing, and the zarr store for its metadata.
+"""Where a store is: its URL and options, its listing, and its objects.
 
-What differs between schemes is in schemes.py. Clients take half a second to import, so functions import them.
+What differs between schemes is in the classes of SCHEMES. TensorStore and s3fs serve s3://. obstore serves all the
+others, and local files need no library. Clients take half a second to import, so functions import them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import zarr.abc.store
-import zarr.storage
-
-from zloader.access.scheme import Scheme, access_errors, is_denial
-from zloader.access.schemes import SCHEMES
+from zloader.access.buckets import Azure, Google, Web
+from zloader.access.hub import Hub
+from zloader.access.s3 import S3
+from zloader.access.scheme import LocalFiles, Scheme, access_errors, is_denial
 from zloader.access.stored_objects import Listing, StoredObject
 from zloader.common.checks import absolute_path
-from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
+from zloader.common.errors import AccessDeniedError, OptionError, ReadError, StoreNotFoundError, ZloaderError
 from zloader.common.messages import cause, reason_of, suggestion, without_secrets
 
+SCHEMES: dict[str, type[Scheme]] = {
+    "file": LocalFiles,
+    "s3": S3,
+    "gs": Google,
+    "az": Azure,
+    "abfs": Azure,
+    "abfss": Azure,
+    "hf": Hub,
+    "http": Web,
+    "https": Web,
+}
 _HDF5_SUFFIXES = (".h5ad", ".h5mu", ".h5", ".hdf5")
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _WITH_QUERY = re.compile(r"https?://[^?#]*\?[^#]*", re.IGNORECASE | re.DOTALL)
@@ -51,15 +62,17 @@ class Location:
             raise OptionError(
                 f'storage_options must be a dict such as {{"key": ...}}, not {type(self.storage_options).__name__}'
             )
-        if missing := _SLASH_MISSING.match(self.url):
-            raise OptionError(f"a slash is missing in a URL: write {_with_slashes(missing[1], missing[2])!r}")
         shown = without_secrets(self.url)
+        if missing := _SLASH_MISSING.match(self.url):
+            rest = missing[2] if missing[1].lower() == "file" else missing[2].lstrip("/")
+            meant = without_secrets(f"{missing[1]}://{rest}")
+            raise OptionError(f"a slash is missing in a URL: write {meant!r}")
         if self.scheme not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise OptionError(f"cannot open {shown!r}: pass a local path or a URL that starts with {known}")
         if self.scheme == "file":
             object.__setattr__(self, "folder", self.folder or str(absolute_path(".")))
-        self.kind.require_url(self, shown)
+        self.kind.require_url(shown)
 
     @property
     def scheme(self) -> str:
@@ -68,8 +81,8 @@ class Location:
 
     @property
     def kind(self) -> Scheme:
-        """What is particular to the scheme."""
-        return SCHEMES[self.scheme]
+        """The objects of the location, as a new object. It opens a client once, so keep it for several reads."""
+        return SCHEMES[self.scheme](self)
 
     @property
     def path(self) -> str:
@@ -77,18 +90,12 @@ class Location:
 
         It has no trailing slash.
         """
-        return self.kind.path(self, self._rest)
-
-    @property
-    def _rest(self) -> str:
-        return self.url.partition("://")[2].strip("/")
+        return self.kind.path
 
     @property
     def address(self) -> str:
         """The normalized location: an absolute path, or an unquoted URL without a trailing slash."""
-        if self.scheme == "file" or self.is_web:
-            return self.path
-        return f"{self.scheme}://{self._rest}"
+        return self.path if self.scheme == "file" or self.is_web else f"{self.scheme}://{self.kind.rest}"
 
     @property
     def origin(self) -> str:
@@ -96,7 +103,7 @@ class Location:
 
         It is empty for object storage, where tags derive from the content or the time of writing and suffice.
         """
-        return self.kind.origin(self)
+        return self.kind.origin()
 
     @property
     def is_web(self) -> bool:
@@ -116,22 +123,14 @@ class Location:
                 "there, then copy it with the cloud provider's tools"
             )
 
-    def filesystem(self, *, asynchronous: bool = False) -> Any:
-        """The fsspec file system that contains `path`, without a listings cache."""
+    def filesystem(self) -> Any:
+        """The fsspec file system that contains `path`, without a listings cache. That of obstore only lists."""
         with self.translated("open"):
-            return self.kind.files(self, asynchronous=asynchronous)
-
-    def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
-        """A zarr store rooted at this URL, for metadata and small arrays."""
-        if not read_only:
-            self.require_writable()
-        if self.scheme == "file":
-            return zarr.storage.LocalStore(self.path, read_only=read_only)
-        return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=read_only, path=self.path)
+            return self.kind.files
 
     def pinned(self) -> Location:
         """The location as it is now, if its URL names what may later be another store, such as a branch."""
-        return replace(self, revision=self.kind.revision(self))
+        return replace(self, revision=self.kind.revision())
 
     def listing(self) -> Listing:
         """Every object below the URL, by relative key, from one listing. An object at the URL itself has the key "".
@@ -141,7 +140,7 @@ class Location:
         """
         with self.translated("list"):
             try:
-                if listed := self.kind.listing(self):
+                if listed := self.kind.listing():
                     return listed
             except ZloaderError:  # a StoreNotFoundError is a FileNotFoundError
                 raise
@@ -174,13 +173,11 @@ class Location:
 
     def _why_nothing(self) -> str:
         """Why nothing is found at the location, and what to do."""
+        path = Path(self.path)
         if self.scheme != "file":
             return f"nothing is stored at {self.url}: {self.kind.if_nothing}"
-        path = Path(self.path)
         if path.exists():
             return f"nothing is stored at {self.url}: the directory is empty"
-        if not path.parent.is_dir():
-            return f"no such directory: {path}. Its parent directory does not exist either: check the path"
         beside: list[str] = []
         with contextlib.suppress(OSError):
             beside = [entry.name for entry in path.parent.iterdir()]
@@ -218,17 +215,20 @@ class Location:
                     raise first_byte
         return None
 
-    def first_bytes(self) -> bytes:
-        """The first 256 bytes of the object at the URL itself, to tell what it is. Raises StoreError."""
-        with self.translated("read"):
-            first: bytes = self.filesystem().cat_file(self.path, 0, 256)
-            return first
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of an object, or of a range of it. Raises StoreNotFoundError and other StoreErrors."""
+        doing = f"read {key} of" if key else "read"
+        with self.translated(doing):
+            try:
+                return self.kind.read(key, start, stop)
+            except FileNotFoundError as error:
+                raise StoreNotFoundError(f"cannot {doing} {self.url}: it does not exist") from cause(error)
 
     def find_object(self, key: str) -> StoredObject | None:
         """The current state of one object; None if it does not exist. Raises StoreError."""
         with self.translated(f"look up {key} of"):
             try:
-                return self.kind.find_object(self, key)
+                return self.kind.find(key)
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -246,7 +246,7 @@ class Location:
                     raise AccessDeniedError(
                         f"not allowed to {doing} {self.url}: {reason}. Check {self.kind.advice}"
                     ) from cause(error)
-                raise StoreError(
+                raise ReadError(
                     f"cannot {doing} {self.url}: {reason}. Is the endpoint correct, and is its server running?"
                 ) from cause(error)
             if isinstance(error, TypeError | ValueError | AttributeError | KeyError):
@@ -267,10 +267,3 @@ def location_of(url: Any, storage_options: Mapping[str, Any] | None) -> Location
         text, _, query = text.partition("?")
         options = {**options, "query": query}
     return Location(url=text, storage_options=options)
-
-
-def _with_slashes(scheme: str, rest: str) -> str:
-    """The URL that was meant by `scheme:rest` or `scheme:/rest`, without secrets."""
-    if scheme.lower() == "file":
-        return f"file://{Path(rest).absolute()}"
-    return without_secrets(f"{scheme}://{rest.lstrip('/') or SCHEMES[scheme.lower()].form}")

@@ -1,4 +1,4 @@
-"""What obstore reads: buckets, containers and web servers, as schemes and as a file system of fsspec.
+"""What obstore reads: buckets, containers and web servers.
 
 obstore was chosen over fsspec's own clients because it needs half to a fifth of the CPU time per byte, and returns the
 ETag of each answer (benchmarks/LOG.md). It retries listings and metadata a few times. Reads of chunks are single
@@ -13,18 +13,19 @@ are waited for.
 from __future__ import annotations
 
 import email.utils
-import functools
+import os
 import re
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from fsspec import AbstractFileSystem
 
 from zloader.access.scheme import ReadRange, Scheme, access_errors, claim_process, require_known, status_of, uses
-from zloader.common.concurrent_calls import concurrently
+from zloader.access.stored_objects import Listing, StoredObject
+from zloader.common.locks import cached_property
 
 # A stalled connection is dropped after as long as by TensorStore. The deadline of a read bounds all its attempts.
 _CLIENT = {"connect_timeout": "10s", "read_timeout": "20s", "timeout": "24h"}
@@ -64,50 +65,103 @@ class ObjectScheme(Scheme):
     """A kind of URL that obstore reads."""
 
     library = ""  # obstore's class of store
-    options: tuple[str, ...] = ()  # of storage_options
+    known: tuple[str, ...] = ()  # options of storage_options
+    variables = "\0"  # what names of environment variables begin with, for messages
+    default = ""  # where credentials come from if there are neither options nor variables
 
-    def require_options(self, location: Any) -> None:
-        """Raises OptionError for options that there are not."""
-        require_known(location.storage_options, location.scheme, self.options)
-
-    def access(self, location: Any) -> tuple[str, dict[str, Any]]:
-        """Which credentials are found, without secrets, and what `kept_store` needs. Raises OptionError."""
+    def access(self) -> dict[str, Any]:
+        """The options of `kept_store`. Raises OptionError."""
         raise NotImplementedError
 
-    def address(self, location: Any, prefix: str) -> tuple[str, dict[str, Any]]:
-        """What obstore calls the store that a location is in, and its options, with `prefix` before all keys."""
-        return self.split(location)[0], {"prefix": prefix or None}
-
-    def split(self, location: Any) -> tuple[str, str]:
-        """The two parts of a location's path: the store, and a prefix of the keys in it."""
-        root, _, prefix = location.path.partition("/")
+    def split(self) -> tuple[str, str]:
+        """The two parts of the path: what obstore calls the store, and a prefix of the keys in it."""
+        root, _, prefix = self.path.partition("/")
         return root, prefix
 
-    def store(self, location: Any, *, prefix: str = "", retries: bool) -> Any:
-        """The store of obstore that a location is in. Raises OptionError."""
-        self.require_options(location)
-        where, options = self.address(location, prefix)
-        return kept_store(self.library, where, retries=retries, **options, **self.access(location)[1])
+    def require_options(self) -> None:
+        """Raises OptionError for options that there are not."""
+        require_known(self.options, self.location.scheme, self.known)
 
-    def credentials(self, location: Any) -> str:
-        self.require_options(location)
-        return self.access(location)[0]
+    def open(self, *, retries: bool) -> Any:
+        """The store of obstore. Raises OptionError."""
+        self.require_options()
+        return kept_store(self.library, self.split()[0], retries=retries, **self.access())
 
-    def sync_files(self, location: Any) -> Any:
-        """The file system, which is not asynchronous."""
-        return ObjectFiles(self.split(location)[0], self.store(location, retries=True))
+    @cached_property
+    def store(self) -> Any:
+        """The store of obstore for listings and metadata."""
+        return self.open(retries=True)
 
-    def files(self, location: Any, *, asynchronous: bool) -> Any:
-        if not asynchronous:
-            return self.sync_files(location)
-        from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+    def credentials(self) -> str:
+        self.require_options()
+        self.access()
+        found = [*self.options, *sorted(name for name in os.environ if name.startswith(self.variables))]
+        return ", ".join(found) or self.default
 
-        return AsyncFileSystemWrapper(self.sync_files(location), asynchronous=True)
+    @cached_property
+    def files(self) -> Any:
+        return _Files(self)
 
-    def read_range(self, location: Any) -> ReadRange | None:
-        with location.translated("open"):
-            store = self.store(location, prefix=self.split(location)[1], retries=False)
-        return functools.partial(read_once, store)
+    def key(self, key: str) -> str:
+        """The key in the store of obstore."""
+        return f"{self.split()[1]}/{key}".strip("/")
+
+    def find(self, key: str) -> StoredObject:
+        return _stored(self.store.head(self.key(key)))
+
+    def inside(self, key: str, *, recursive: bool = False) -> list[tuple[str, StoredObject | None]]:
+        """The objects below a key of the store; unless `recursive`, what is directly below, None for a directory."""
+        try:
+            if recursive:
+                return [(meta["path"], _stored(meta)) for batch in self.store.list(key or None) for meta in batch]
+            found = self.store.list_with_delimiter(key or None)
+        except access_errors() as error:
+            if status_of(error) == 404:  # there is no such bucket
+                return []
+            raise
+        objects = [(meta["path"], _stored(meta)) for meta in found["objects"] if meta["path"] != key]
+        return [*objects, *((path, None) for path in found["common_prefixes"])]
+
+    def listing(self) -> Listing:
+        prefix = self.key("")
+        inside = self.inside(prefix, recursive=True)
+        found = _without_folders({path[len(prefix) :].strip("/"): stored for path, stored in inside if stored})
+        return Listing((found or ({"": self.find("")} if prefix else {})).items())
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        within: Any = {"offset": start} if stop is None else (start, stop)
+        try:
+            options = {"range": within} if start or stop is not None else {}
+            return bytes(self.store.get(self.key(key), options=options).bytes())
+        except access_errors() as error:
+            if status_of(error) == 416:  # the object ends before the range begins
+                return b""
+            raise
+
+    def read_range(self) -> ReadRange | None:
+        with self.location.translated("open"):
+            store = self.open(retries=False)
+
+        async def read(key: str, start: int, stop: int, tag: str) -> tuple[str, bytes]:
+            return await read_once(store, self.key(key), start, stop, tag)
+
+        return read
+
+
+def _stored(meta: Mapping[str, Any]) -> StoredObject:
+    tag = tag_of(meta)
+    return StoredObject(size=meta["size"], tag=tag, stamp=tag)
+
+
+def _without_folders(found: dict[str, StoredObject]) -> dict[str, StoredObject]:
+    """Drops the empty objects that consoles create for folders. obstore does not show the slash at their end."""
+    if all(entry.size for entry in found.values()):
+        return found
+    folders = {""}
+    for key in found:
+        while (key := key.rpartition("/")[0]) not in folders:
+            folders.add(key)
+    return {key: entry for key, entry in found.items() if entry.size or key not in folders}
 
 
 async def read_once(store: Any, key: str, start: int, stop: int, tag: str = "") -> tuple[str, bytes]:
@@ -115,11 +169,11 @@ async def read_once(store: Any, key: str, start: int, stop: int, tag: str = "") 
     options: dict[str, Any] = {"range": (start, stop)}
     if _STRONG_TAG.fullmatch(tag):
         options["if_match"] = f'"{tag}"'
-    result = await awaited(store.get_async(key, options=options))
-    return tag_of(result.meta), (await awaited(result.bytes_async())).to_bytes()
+    result = await _awaited(store.get_async(key, options=options))
+    return tag_of(result.meta), (await _awaited(result.bytes_async())).to_bytes()
 
 
-async def awaited(read: Any) -> Any:
+async def _awaited(read: Any) -> Any:
     """The result of a future of obstore, which is waited for when the process ends."""
     _AWAITED.add(read)
     try:
@@ -142,107 +196,27 @@ def _finish_reads() -> None:
 weakref.finalize(_finish_reads, _finish_reads)
 
 
-class ObjectFiles(AbstractFileSystem):  # type: ignore[misc]
-    """The objects of a store of obstore, read-only. Their paths begin with `root`."""
+class _Files(AbstractFileSystem):  # type: ignore[misc]
+    """What is directly below a path. fsspec finds the matches of a glob with it."""
 
     cachable = False
 
-    def __init__(self, root: str, store: Any) -> None:
+    def __init__(self, scheme: ObjectScheme) -> None:
         super().__init__()
-        self.root, self._store = root, store
+        self._scheme, self._root = scheme, scheme.split()[0]
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return path
 
-    def key(self, path: str) -> str:
-        """The key in the store of the object at a path."""
-        return path[len(self.root) :].strip("/")
-
-    def entry(self, key: str, *, size: int | None = None, tag: str = "") -> dict[str, Any]:
-        """The entry of an object, or of a directory, which has no size."""
-        kind = "directory" if size is None else "file"
-        return {"name": f"{self.root}/{key}".rstrip("/"), "size": size or 0, "type": kind, "ETag": tag}
-
-    def _of(self, meta: Mapping[str, Any]) -> dict[str, Any]:
-        return self.entry(meta["path"], size=meta["size"], tag=tag_of(meta))
-
-    def head(self, key: str) -> dict[str, Any]:
-        """The entry of an object. Raises FileNotFoundError."""
-        return self._of(self._store.head(key))
-
-    def tree(self, key: str, *, recursive: bool) -> list[dict[str, Any]]:
-        """The objects below a key; unless `recursive`, the objects and directories directly below. Maybe empty."""
-        try:
-            if recursive:
-                listed = [self._of(meta) for batch in self._store.list(key or None) for meta in batch]
-                return _without_folders(listed, self.entry(key)["name"])
-            found = self._store.list_with_delimiter(key or None)
-        except access_errors() as error:
-            if status_of(error) == 404:  # there is no such bucket
-                return []
-            raise
-        objects = [meta for meta in found["objects"] if meta["path"] != key]
-        return [*map(self._of, objects), *map(self.entry, found["common_prefixes"])]
-
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """The entry of an object or a directory. Raises FileNotFoundError."""
-        key = self.key(path)
-        try:
-            if key:
-                return self.head(key)
-        except FileNotFoundError:
-            if not self.tree(key, recursive=False):
-                raise
-        return self.entry(key)
-
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """What is directly below a path, or the object at it. Raises FileNotFoundError."""
-        key = self.key(path)
-        entries = self.tree(key, recursive=False) or [self.head(key)]
+        """Raises FileNotFoundError."""
+        key = path[len(self._root) :].strip("/")
+        found = self._scheme.inside(key)
+        if not found and key and key == self._scheme.key(""):
+            found = [(key, self._scheme.find(""))]
+        entries = [
+            {"name": f"{self._root}/{name}", "size": 0, "type": "file" if stored else "directory"}
+            for name, stored in found
+        ]
         return entries if detail else [entry["name"] for entry in entries]
-
-    def find(
-        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **options: Any
-    ) -> Any:
-        """All objects below a path, from one listing, or the object at it; empty if there is none."""
-        if withdirs or maxdepth is not None:
-            return super().find(path, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **options)
-        key = self.key(path)
-        try:
-            entries = self.tree(key, recursive=True) or ([self.head(key)] if key else [])
-        except FileNotFoundError:
-            entries = []
-        return {entry["name"]: entry for entry in entries} if detail else [entry["name"] for entry in entries]
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """The bytes of an object, or of a range of it."""
-        key = self.key(path)
-        within: Any = (start or 0, end)
-        if end is None:
-            within = {"suffix": -start} if start and start < 0 else {"offset": start} if start else None
-        try:
-            return bytes(self._store.get(key, options={"range": within} if within else {}).bytes())
-        except access_errors() as error:
-            if status_of(error) == 416:  # the object ends before the range begins
-                return b""
-            raise
-
-    def cat_ranges(
-        self, paths: Sequence[str], starts: Sequence[int], ends: Sequence[int], *_: Any, **__: Any
-    ) -> list[bytes]:
-        """The bytes of a range of each path."""
-        return concurrently(lambda which: self.cat_file(*which), list(zip(paths, starts, ends, strict=True)))
-
-
-def _without_folders(entries: list[dict[str, Any]], root: str) -> list[dict[str, Any]]:
-    """Drops the empty objects that consoles create for folders. obstore does not show the slash at their end."""
-    if all(entry["size"] for entry in entries):
-        return entries
-    folders = {root}
-    for entry in entries:
-        name = entry["name"].rpartition("/")[0]
-        while name not in folders and len(name) > len(root):
-            folders.add(name)
-            name = name.rpartition("/")[0]
-    return [entry for entry in entries if entry["size"] or entry["name"] not in folders]

@@ -11,8 +11,6 @@ nothing answers, and then send unsigned requests.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,14 +18,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from zloader.access.object_files import kept_store, read_once
-from zloader.access.scheme import ReadRange, Scheme, require_endpoint, require_known
+from zloader.access.scheme import ReadRange, Scheme, require_endpoint
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError
+from zloader.common.locks import cached_property
 
-_ATTEMPTS = 3  # to list, where nothing listens: within 3 s. botocore makes 5, in up to 15 s
 _AWS = "https://s3.amazonaws.com"
 _DEADLINE_S = 20.0
 _KEPT = timedelta(minutes=5)  # then botocore is asked again; it renews what expires in less than 10 minutes
-_DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
 # Options that s3fs accepts under several names: the option, its name in client_kwargs, and its alias.
 _NAMES = (
     ("key", "aws_access_key_id", "username"),
@@ -48,21 +45,44 @@ class S3(Scheme):
     is_writable = True
     advice = "the key and secret in storage_options or the AWS_* variables"
 
-    def files(self, location: Any, *, asynchronous: bool) -> Any:
-        options = {"use_listings_cache": False, **s3_access(location.storage_options).options}
-        found = _files_class()(asynchronous=asynchronous, **options)
+    @cached_property
+    def files(self) -> Any:
+        from s3fs import S3FileSystem
+
+        found = S3FileSystem(asynchronous=False, **{"use_listings_cache": False, **s3_access(self.options).options})
         return _FILES.setdefault(id(found), found)
 
-    def read_range(self, location: Any) -> ReadRange | None:
-        if not location.storage_options.get("requester_pays"):
+    def read_range(self) -> ReadRange | None:
+        if not self.options.get("requester_pays"):
             return None
-        with location.translated("open"):
-            return functools.partial(read_once, _paid_bucket(location))
+        with self.location.translated("open"):
+            store = self._paid_bucket()
 
-    def credentials(self, location: Any) -> str:
+        async def read(key: str, start: int, stop: int, tag: str) -> tuple[str, bytes]:
+            return await read_once(store, key, start, stop, tag)
+
+        return read
+
+    def _paid_bucket(self) -> Any:
+        """The store of obstore for a location whose requester pays."""
+        bucket, _, prefix = self.path.partition("/")
+        access = s3_access(self.options)
+        options: dict[str, Any] = {"region": access.region or bucket_region(bucket), "prefix": prefix or None}
+        if access.endpoint:
+            options["endpoint"] = access.endpoint
+        if access.provider == "anonymous":
+            options["skip_signature"] = True
+        elif access.options.get("key"):
+            names = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
+            options |= {names[name]: secret for name, secret in access.secrets.items()}
+        else:
+            options["credential_provider"] = _renewed(access.options.get("profile"))
+        return kept_store("S3Store", bucket, retries=False, request_payer=True, **options)
+
+    def credentials(self) -> str:
         """Where the credentials are, with profile, endpoint and region."""
-        access = s3_access(location.storage_options)
-        profile = access.profile or os.environ.get("AWS_PROFILE")
+        access = s3_access(self.options)
+        profile = access.options.get("profile") or os.environ.get("AWS_PROFILE")
         endpoint = access.endpoint and access.endpoint.rpartition("@")[2]
         named = {"profile": profile, "endpoint": endpoint, "region": access.region}
         return ", ".join([access.found, *(f"{name} {value}" for name, value in named.items() if value)])
@@ -81,7 +101,6 @@ class S3Access:
     endpoint: str | None
     region: str | None
     provider: str
-    profile: str | None
     found: str
     secrets: dict[str, str] = field(repr=False)
 
@@ -100,7 +119,7 @@ def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
         session = botocore.session.Session(profile=options.get("profile"))
         endpoint = options.get("endpoint_url") or _configured_endpoint(session)
         if endpoint:
-            require_endpoint(endpoint)
+            require_endpoint(endpoint, "S3")
             options["endpoint_url"] = endpoint
             # A self-hosted server may have no regions, but every signature includes one.
             region = os.environ.get("AWS_REGION") or session.get_config_variable("region")
@@ -110,57 +129,24 @@ def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
         raise AccessDeniedError(
             f"cannot load credentials for S3 ({error}): check storage_options, the AWS_* variables and ~/.aws"
         ) from error
-    return S3Access(
-        options=options,
-        endpoint=endpoint,
-        # Without an endpoint, TensorStore looks up the bucket's region. The configured region may be the machine's.
-        region=client.get("region_name"),
-        provider=provider,
-        profile=options.get("profile"),
-        found=found,
-        secrets=secrets,
-    )
+    # Without an endpoint, TensorStore looks up the bucket's region. The configured region may be the machine's.
+    region = client.get("region_name")
+    return S3Access(options=options, endpoint=endpoint, region=region, provider=provider, found=found, secrets=secrets)
 
 
 def _normalized(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """s3fs's options without aliases: each value appears once, under its option name."""
-    _require_known(storage_options)
-    options, client = dict(storage_options), dict(storage_options.get("client_kwargs") or {})
+    options, client = dict(storage_options), storage_options.get("client_kwargs") or {}
+    if not isinstance(client, Mapping):
+        raise OptionError(f"client_kwargs in storage_options must be a dict, not {type(client).__name__}")
     if options.get("session") is not None:
         raise OptionError("storage_options cannot contain a session: pass its profile, or a key and secret, instead")
+    client = dict(client)
     for option, in_client, alias in _NAMES:
         values = [options.pop(option, None), client.pop(in_client, None), options.pop(alias, None) if alias else None]
-        value = next((value for value in values if value), None)
-        if value:
+        if value := next(filter(None, values), None):
             options[option] = str(value)
     return options | {"client_kwargs": client}
-
-
-def _require_known(storage_options: Mapping[str, Any]) -> None:
-    """Raises OptionError for an option that s3fs or botocore's client does not have, and for options of another type.
-
-    "asynchronous" is not one: zloader opens one file system of each kind.
-    """
-    from aiobotocore.session import AioSession
-    from botocore.session import Session
-    from fsspec.dircache import DirCache
-    from s3fs import S3FileSystem
-
-    known = _parameters(S3FileSystem.__init__, AioSession.__init__, DirCache.__init__) | {"skip_instance_cache"}
-    require_known(storage_options, "s3", known - {"asynchronous"})
-    for name in _DICTS:
-        value = storage_options.get(name) or {}
-        if not isinstance(value, Mapping):
-            raise OptionError(f"{name} in storage_options must be a dict, not {type(value).__name__}")
-    known = _parameters(Session.create_client) - {"service_name", "config"}
-    require_known(storage_options.get("client_kwargs") or {}, "s3", known, "client_kwargs")
-
-
-def _parameters(*functions: Callable[..., Any]) -> set[str]:
-    """The names of all arguments that can be passed by keyword."""
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = (inspect.signature(function).parameters.items() for function in functions)
-    return {name for each in found for name, parameter in each if parameter.kind in by_name} - {"self"}
 
 
 def _configured_endpoint(session: Any) -> str | None:
@@ -174,7 +160,7 @@ def _configured_endpoint(session: Any) -> str | None:
         services.get("s3", {}).get("endpoint_url"),
         profile.get("endpoint_url"),
     )
-    return next((endpoint for endpoint in endpoints if endpoint), None)
+    return next(filter(None, endpoints), None)
 
 
 def _credentials(session: Any, options: dict[str, Any]) -> tuple[str, dict[str, str], str]:
@@ -207,26 +193,6 @@ def _credentials(session: Any, options: dict[str, Any]) -> tuple[str, dict[str, 
     return "profile", secrets, str(found.method)
 
 
-def _paid_bucket(location: Any) -> Any:
-    """The store of obstore for a location whose requester pays."""
-    bucket, _, prefix = location.path.partition("/")
-    access = s3_access(location.storage_options)
-    endpoint, region = access.endpoint, access.region or bucket_region(bucket)
-    options = {**_signed(access), "region": region, "request_payer": True, "prefix": prefix or None}
-    if endpoint:
-        options["endpoint"] = endpoint
-    return kept_store("S3Store", bucket, retries=False, **options)
-
-
-def _signed(access: S3Access) -> dict[str, Any]:
-    if access.provider == "anonymous":
-        return {"skip_signature": True}
-    if access.options.get("key"):
-        names = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
-        return {names[name]: secret for name, secret in access.secrets.items()}
-    return {"credential_provider": _renewed(access.profile)}
-
-
 def _renewed(profile: str | None) -> Callable[[], dict[str, Any]]:
     """What botocore finds, such as the credentials of a role, which it renews."""
     import botocore.session
@@ -253,31 +219,6 @@ def bucket_region(bucket: str) -> str:
     except urllib.error.HTTPError as error:
         headers = error.headers
         error.close()
-    except OSError as error:
-        raise StoreError(f"cannot look up the region of bucket {bucket}: {error}. Is AWS reachable?") from error
-    region = headers.get("x-amz-bucket-region")
-    if not region:
-        raise StoreError(f'the region of bucket {bucket} is unknown: pass "client_kwargs": {{"region_name": ...}}')
-    return str(region)
-
-
-@functools.cache
-def _files_class() -> Any:
-    from botocore.exceptions import EndpointConnectionError
-    from s3fs import S3FileSystem
-
-    def give_up(*, attempts: int, caught_exception: Exception | None, **_: Any) -> None:
-        if isinstance(caught_exception, EndpointConnectionError) and attempts >= _ATTEMPTS:
-            raise caught_exception
-
-    class S3Files(S3FileSystem):  # type: ignore[misc]
-        """Objects in buckets. Listing gives up early if the connection is refused."""
-
-        async def set_session(self, *given: Any, **options: Any) -> Any:
-            client = await super().set_session(*given, **options)
-            for operation in ("ListObjectsV2", "ListObjectVersions"):
-                event = f"needs-retry.s3.{operation}"
-                client.meta.events.register_first(event, give_up, unique_id=f"zloader-{operation}")
-            return client
-
-    return S3Files
+    if region := headers.get("x-amz-bucket-region"):
+        return str(region)
+    raise StoreError(f'the region of bucket {bucket} is unknown: pass "client_kwargs": {{"region_name": ...}}')

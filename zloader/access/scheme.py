@@ -17,6 +17,7 @@ from zloader.access.stored_objects import Listing, StoredObject, list_files, sto
 from zloader.common.checks import absolute_path
 from zloader.common.errors import ForkError, OptionError
 from zloader.common.file_systems import has_stable_inodes
+from zloader.common.locks import cached_property
 from zloader.common.messages import suggestion
 
 # Makes one attempt to read a range of an object: its key, start, stop and listed tag become its present tag and the
@@ -42,24 +43,16 @@ _DENIALS = (
     ("obstore.exceptions", "PermissionDeniedError"),
     ("obstore.exceptions", "UnauthenticatedError"),
 )
-# Names that other tools use for options of s3fs.
-_ELSEWHERE = {
-    **dict.fromkeys(("access_key", "access_key_id", "aws_access_key_id"), "'key'"),
-    **dict.fromkeys(("secret_key", "secret_access_key", "aws_secret_access_key"), "'secret'"),
-    **dict.fromkeys(("session_token", "aws_session_token"), "'token'"),
-    **dict.fromkeys(("endpoint", "endpoint_override", "aws_endpoint_url", "host"), "'endpoint_url'"),
-    **dict.fromkeys(("profile_name", "aws_profile"), "'profile'"),
-    **dict.fromkeys(("anonymous", "skip_signature", "no_sign_request"), "'anon'"),
-    **dict.fromkeys(("region", "region_name", "aws_region"), '"client_kwargs": {"region_name": ...}'),
-    "verify": '"client_kwargs": {"verify": ...}',
-}
 _DENIED = (401, 403, 407)
 _LIMIT = re.compile(r";r=0;t=(\d+)")  # none remain, for so many seconds
 _STATUS = re.compile(r"status(?: code)?: (\d{3})")
 
 
 class Scheme:
-    """A kind of URL whose objects a file system of fsspec finds. A `location` is a Location, which has a scheme."""
+    """A kind of URL, and the objects at and below a location of this kind. Its client is opened when it is first used.
+
+    Keys are relative to the location. The key of the object at the location itself is empty.
+    """
 
     form = "BUCKET/KEY"  # of what follows ://, for messages
     advice = ""  # what to check if access is denied
@@ -67,57 +60,73 @@ class Scheme:
     is_writable = False
     is_web = False  # a web server, which cannot be listed
 
-    def path(self, location: Any, rest: str) -> str:
-        """What file systems call the object at a URL, of which `rest` follows ://, without slashes at its ends."""
-        return rest
+    def __init__(self, location: Any) -> None:
+        """`location` is a Location."""
+        self.location, self.url, self.options = location, str(location.url), location.storage_options
 
-    def require_url(self, location: Any, shown: str) -> None:
+    @property
+    def rest(self) -> str:
+        """What follows :// in the URL, without slashes at its ends."""
+        return self.url.partition("://")[2].strip("/")
+
+    @property
+    def path(self) -> str:
+        """What file systems call the object at the URL."""
+        return self.rest
+
+    def require_url(self, shown: str) -> None:
         """Raises OptionError for a URL that cannot be that of a store; `shown` is the URL without secrets."""
-        authority = location.url.partition("://")[2].partition("/")[0]
+        authority = self.url.partition("://")[2].partition("/")[0]
         if not authority:
-            raise OptionError(f"cannot open {shown!r}: the URL must have the form {location.scheme}://{self.form}")
-        self.require_authority(authority, shown)
-        if "\\" in location.path:
+            raise OptionError(f"cannot open {shown!r}: the URL must have the form {self.location.scheme}://{self.form}")
+        if "@" in authority and not self.is_authority(authority):
+            raise OptionError(f"cannot open {shown!r}: a URL cannot contain user and password. Use storage_options")
+        if "\\" in self.path:
             raise OptionError(f"cannot open {shown!r}: zarr takes a backslash in a key for a slash. Write a slash")
-        steps = location.path.split("/")
+        steps = self.path.split("/")
         if not {".", ".."}.isdisjoint(steps) or (not self.is_web and "" in steps):
             raise OptionError(f"cannot open {shown!r}: no part of an object's key can be '.', '..' or empty")
 
-    def require_authority(self, authority: str, shown: str) -> None:
-        """Raises OptionError for a URL that contains user and password before the first slash."""
-        if "@" in authority:
-            raise OptionError(f"cannot open {shown!r}: a URL cannot contain user and password. Use storage_options")
+    def is_authority(self, authority: str) -> bool:
+        """Whether what precedes the path of a URL may contain an @."""
+        return False
 
-    def revision(self, location: Any) -> str:
+    def revision(self) -> str:
         """The commit that a branch now is; empty for URLs that name no branch."""
         return ""
 
-    def origin(self, location: Any) -> str:
+    def origin(self) -> str:
         """What distinguishes stores with equal object stamps, if that is needed (Location.origin)."""
         return ""
 
-    def files(self, location: Any, *, asynchronous: bool) -> Any:
+    def credentials(self) -> str:
+        """Which credentials are found, by name and without secrets. Raises ZloaderError."""
+        raise NotImplementedError
+
+    @cached_property
+    def files(self) -> Any:
         """The fsspec file system, without a listings cache. Raises OptionError for options that it does not have."""
         raise NotImplementedError
 
-    def listing(self, location: Any) -> Listing:
-        """Every object below a location, by relative key. Empty, or a FileNotFoundError, if there is none."""
-        found = location.filesystem().find(location.path, detail=True)
+    def listing(self) -> Listing:
+        """Every object. Empty, or a FileNotFoundError, if there is none."""
+        found = self.files.find(self.path, detail=True)
         # Consoles create an empty object whose key ends in a slash to represent a folder.
-        start = len(location.path) + 1
+        start = len(self.path) + 1
         return Listing((key[start:], _stored(entry)) for key, entry in found.items() if key[-1] != "/")
 
-    def find_object(self, location: Any, key: str) -> StoredObject:
-        """The current state of one object below a location. Raises FileNotFoundError."""
-        return _stored(location.filesystem().info(f"{location.path}/{key}"))
+    def find(self, key: str) -> StoredObject:
+        """The current state of one object. Raises FileNotFoundError."""
+        return _stored(self.files.info(f"{self.path}/{key}"))
 
-    def read_range(self, location: Any) -> ReadRange | None:
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of an object, or of a range of it. Raises FileNotFoundError, and the errors of the client."""
+        stored: bytes = self.files.cat_file(f"{self.path}/{key}" if key else self.path, start=start, end=stop)
+        return stored
+
+    def read_range(self) -> ReadRange | None:
         """Opens what obstore reads. None for local files, and for what TensorStore reads."""
         return None
-
-    def credentials(self, location: Any) -> str:
-        """Which credentials are found for a location, by name and without secrets. Raises ZloaderError."""
-        raise NotImplementedError
 
 
 def _stored(entry: Mapping[str, Any]) -> StoredObject:
@@ -132,52 +141,46 @@ class LocalFiles(Scheme):
     advice = "the permissions of the directory"
     is_writable = True
 
-    def path(self, location: Any, rest: str) -> str:
+    @property
+    def path(self) -> str:
         """The absolute path. A relative one belongs to the folder of the location."""
-        path = unquote(urlsplit(location.url).path) if "://" in location.url else location.url
-        return str(absolute_path(path, location.folder))
+        path = unquote(urlsplit(self.url).path) if "://" in self.url else self.url
+        return str(absolute_path(path, self.location.folder))
 
-    def require_url(self, location: Any, shown: str) -> None:
+    def require_url(self, shown: str) -> None:
         try:
-            self.path(location, "")
+            _ = self.path
         except OptionError:
             raise
         except ValueError as error:  # of an address in brackets
             raise OptionError(f"cannot open {shown!r}: {error}") from error
 
-    def origin(self, location: Any) -> str:
-        return str(os.path.realpath(location.path))
+    def origin(self) -> str:
+        return str(os.path.realpath(self.path))
 
-    def files(self, location: Any, *, asynchronous: bool) -> Any:
-        return fsspec.filesystem("file")
-
-    def listing(self, location: Any) -> Listing:
-        return list_files(location.path)
-
-    def find_object(self, location: Any, key: str) -> StoredObject:
-        root = location.path
-        return stored_file(Path(root, key).stat(), stable_inode=has_stable_inodes(root))
-
-    def credentials(self, location: Any) -> str:
+    def credentials(self) -> str:
         return f"not needed: files of this machine, read as user {os.geteuid()}"
 
+    @cached_property
+    def files(self) -> Any:
+        return fsspec.filesystem("file")
 
-def require_known(given: Mapping[str, Any], scheme: str, known: Collection[str], option: str = "") -> None:
-    """Raises OptionError, which names the nearest option, for a storage option that `scheme` does not have.
+    def listing(self) -> Listing:
+        return list_files(self.path)
 
-    The options may be those in one of the storage options, an `option` that is a dict.
-    """
-    elsewhere = _ELSEWHERE if scheme == "s3" and not option else {}
+    def find(self, key: str) -> StoredObject:
+        return stored_file(Path(self.path, key).stat(), stable_inode=has_stable_inodes(self.path))
+
+
+def require_known(given: Mapping[str, Any], scheme: str, known: Collection[str]) -> None:
+    """Raises OptionError, which names the nearest option, for a storage option that `scheme` does not have."""
     for name in given:
         if name not in known:
-            right = elsewhere.get(str(name).lower())
-            near = f". Did you mean {right}?" if right else suggestion(name, known)
-            near = near or f"; there are: {', '.join(sorted(known))}"
-            within = f"{option} of storage_options" if option else f"the storage_options of {scheme}://"
-            raise OptionError(f"there is no {name!r:.100} in {within}{near}")
+            near = suggestion(name, known) or f"; there are: {', '.join(sorted(known))}"
+            raise OptionError(f"there is no {name!r:.100} in the storage_options of {scheme}://{near}")
 
 
-def require_endpoint(endpoint: str, of: str = "S3") -> None:
+def require_endpoint(endpoint: str, of: str) -> None:
     """Raises OptionError unless `endpoint`, of a kind of storage, is the address of a web server."""
     try:
         parts = urlsplit(endpoint)

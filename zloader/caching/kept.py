@@ -20,24 +20,19 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
-from zarr.storage import MemoryStore
 
-from zloader.access.listed_store import ListedStore, is_metadata, slice_of
+from zloader.access.listed_store import ListedStore, is_metadata
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject
 from zloader.caching.directory import MirrorDirectory, VerifiedMarks, cached_path, draft_path, mirrors, qualified_name
 from zloader.caching.rows_file import map_file
 from zloader.common.errors import CacheError, ReadError, ZloaderError
 from zloader.common.records import Span
-
-if TYPE_CHECKING:
-    from zarr.abc.store import ByteRequest
-    from zarr.core.buffer import Buffer, BufferPrototype
 
 log = logging.getLogger("zloader")
 
@@ -188,14 +183,13 @@ class CachedMetadataStore(ListedStore):
     """A zarr store that is read through its mirror."""
 
     def __init__(self, location: Location, objects: Listing, directory: MirrorDirectory, *, offline: bool) -> None:
-        store = MemoryStore(read_only=True) if offline else location.zarr_store(read_only=True)
-        super().__init__(store, location.url, objects.sizes, all_listed=offline or not location.is_web)
-        self._location, self._directory, self._offline = location, directory, offline
+        super().__init__(location, objects.sizes, all_listed=offline or not location.is_web)
+        self._directory, self._offline = directory, offline
 
-    async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
+    async def read(self, key: str, within: slice) -> bytes | None:
         """Reads from the mirror, else from the store. Raises CacheError if the store is offline."""
         if key not in self.sizes:
-            return await super().read(key, prototype, byte_range)
+            return await super().read(key, within)
         size = self.sizes[key]
         content = load_object(self._directory, key)
         if content is None and self._offline:
@@ -204,15 +198,14 @@ class CachedMetadataStore(ListedStore):
                 "run 'zloader warm'"
             )
         if content is None and not (is_metadata(key) or may_keep(self._directory, key, size)):
-            return await super().read(key, prototype, byte_range)
+            return await super().read(key, within)
         if content is None:
-            whole = await super().read(key, prototype, None)
-            if whole is None:
+            content = await super().read(key, slice(0, None))
+            if content is None:
                 return None
-            content = whole.to_bytes()
             if len(content) == size:
                 save_object(self._directory, key, content)
-        return prototype.buffer.from_bytes(content[slice_of(byte_range, len(content))])
+        return content[within]
 
 
 def may_keep(directory: MirrorDirectory, key: str, size: int) -> bool:

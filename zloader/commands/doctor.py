@@ -315,7 +315,7 @@ def about_store(url: str, storage_options: Mapping[str, Any]) -> Iterator[Findin
         location = location_of(url, storage_options)
         yield Finding(step, location.url)
         step = "credentials"
-        yield Finding(step, _within(_OPEN_S, lambda: location.kind.credentials(location)))
+        yield Finding(step, _within(_OPEN_S, lambda: location.kind.credentials()))
         proxies = sorted(name for name in os.environ if name.lower().endswith("_proxy") and os.environ[name])
         if proxies and location.scheme != "file":
             yield Finding("proxies", ", ".join(proxies))

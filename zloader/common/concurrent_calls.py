@@ -12,14 +12,13 @@ from zloader.common.errors import ZloaderError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_MAX_THREADS = 16  # each waits for a server most of the time
 
 
-def concurrently(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The results of `function` for each item, in order. Several items run in up to 16 threads."""
+def concurrently(function: Callable[[Item], Result], items: Sequence[Item], *, most: int = 16) -> list[Result]:
+    """The results of `function` for each item, in order. Several run in `most` threads, which wait for a server."""
     if len(items) == 1:
         return [function(items[0])]
-    with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="zloader-open") as threads:
+    with ThreadPoolExecutor(most, thread_name_prefix="zloader-open") as threads:
         return list(threads.map(function, items))
 
 

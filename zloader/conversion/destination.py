@@ -20,9 +20,10 @@ import zarr
 import zarr.errors
 from zarr.storage import MemoryStore
 
-from zloader.access.listed_store import METADATA, is_metadata
+from zloader.access.listed_store import METADATA, ListedStore, is_metadata
 from zloader.access.location import Location
 from zloader.access.scheme import access_errors
+from zloader.access.zarr_groups import open_zarr_group
 from zloader.common.errors import (
     AccessDeniedError,
     OptionError,
@@ -155,9 +156,7 @@ class Destination:
 
     def read(self, key: str) -> bytes:
         """The bytes of an object."""
-        with translated(f"read {key} from", self.location.url):
-            stored: bytes = self.location.filesystem().cat_file(f"{self.location.path}/{key}")
-            return stored
+        return self.location.read(key)
 
     def put(self, key: str, stored: bytes) -> None:
         """Stores an object, which appears at once."""
@@ -290,7 +289,7 @@ def _nodes(location: Location) -> dict[str, bool]:
     with translated("read the metadata of", location.url), warnings.catch_warnings():
         warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)  # about foreign objects
         try:
-            root = zarr.open_group(location.zarr_store(read_only=True), mode="r")
+            root = open_zarr_group(ListedStore(location, location.listing().sizes, all_listed=True))
             encoding = root.attrs.get("encoding-type")
             nodes = {path: isinstance(node, zarr.Array) for path, node in root.members(max_depth=None)}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:  # zarr.errors are ValueErrors

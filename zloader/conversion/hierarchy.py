@@ -15,7 +15,6 @@ import zarr
 from zloader.access.zarr_groups import UNDECODABLE, stored_keys
 from zloader.common.errors import FormatError
 from zloader.conversion.destination import MARKER
-from zloader.conversion.object_writer import translated
 from zloader.dataset.elements import is_array, is_outdated, matrix_encoding
 from zloader.dataset.h5ad import OpenedFile
 from zloader.dataset.store import OpenedStore
@@ -169,12 +168,7 @@ class Hierarchy:
         location, documents = self.store.location, dict[str, Any]()
         keys = sorted(key for key in self.store.object_sizes() if _is_metadata(key))
 
-        def read(key: str) -> bytes:
-            with translated(f"read {key} from", location.url):
-                stored: bytes = location.filesystem().cat_file(f"{location.path}/{key}")
-            return stored
-
-        for key, stored in zip(keys, pool.map(read, keys), strict=True):
+        for key, stored in zip(keys, pool.map(location.read, keys), strict=True):
             try:
                 documents[key] = dict(json.loads(stored))
             except (ValueError, TypeError) as error:

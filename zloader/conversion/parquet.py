@@ -138,12 +138,11 @@ class _RemoteFile(AbstractBufferedFile):  # type: ignore[misc]
             {"cache_type": "background", "cache_options": {"maxblocks": blocks}} if blocks else {"cache_type": "none"}
         )
         super().__init__(place.filesystem(), place.path, block_size=4 * MiB, size=size, **kept)
-        self._place = place
+        self._place, self._objects = place, place.kind
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         with self._place.translated("read"):
-            stored: bytes = self.fs.cat_file(self.path, start=start, end=end)
-        return stored
+            return self._objects.read("", start, end)
 
 
 @contextlib.contextmanager

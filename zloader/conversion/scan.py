@@ -28,7 +28,6 @@ from zloader.common.progress import Bars
 from zloader.common.records import Rows, Span
 from zloader.conversion.comparison import DAMAGED
 from zloader.conversion.hierarchy import Findings, Hierarchy
-from zloader.conversion.object_writer import translated
 from zloader.dataset.store import OpenedStore
 from zloader.reading.rehearsal import FEW
 from zloader.storage.decode import Decoder
@@ -105,13 +104,9 @@ class StoredArray:
         return table
 
     def _read(self, span: Span) -> bytes:
-        location, start, stop = self._location, span.start, span.stop
-        with translated(f"read {span.key} from", location.url):
-            stored: bytes = location.filesystem().cat_file(f"{location.path}/{span.key}", start=start, end=stop)
-        if len(stored) != stop - start:
-            raise TruncatedObjectError(
-                f"{location.url}: {span.key} returned {len(stored)} bytes for the range {start}-{stop - 1}"
-            )
+        stored = self._location.read(span.key, span.start, span.stop)
+        if len(stored) != span.size:
+            raise TruncatedObjectError(f"{span.read_from(self._location.url)} returned {len(stored)} bytes")
         return stored
 
 

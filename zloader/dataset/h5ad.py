@@ -93,7 +93,7 @@ class OpenedFile(OpenedStore):
             raise
         except DAMAGE as error:
             url = self.location.url
-            if not self.offline and (why := why_unreadable(self.location.first_bytes())):
+            if not self.offline and (why := why_unreadable(self.location.read("", 0, 256))):
                 raise FormatError(f"{url} {why}") from error
             raise FormatError(
                 f"{url} cannot be read as HDF5: {error}. It is damaged, truncated, or still being written"

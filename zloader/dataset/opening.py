@@ -40,7 +40,7 @@ def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
     if present == {""}:
         if location.is_named_hdf5:  # its first bytes are looked at if it cannot be read
             return
-        if (first := location.first_bytes()).startswith(_HDF5_SIGNATURE):
+        if (first := location.read("", 0, 256)).startswith(_HDF5_SIGNATURE):
             return
         if why := why_unreadable(first):
             raise FormatError(f"{url} {why}")

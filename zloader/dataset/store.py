@@ -158,8 +158,7 @@ class OpenedStore:
 
     def _zarr_store(self) -> ListedStore:
         if self.mirror_directory is None:
-            store, location = self.location.zarr_store(read_only=True), self.location
-            return ListedStore(store, location.url, self.object_sizes(), all_listed=not location.is_web)
+            return ListedStore(self.location, self.object_sizes(), all_listed=not self.location.is_web)
         return CachedMetadataStore(self.location, self.objects, self.mirror_directory, offline=self.offline)
 
     def source(self, options: FetchOptions, path: str = "") -> ByteSource:

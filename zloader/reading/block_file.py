@@ -55,7 +55,7 @@ def reader_of(location: Location, objects: Listing, name: str) -> Read:
             return [content.tobytes() for content in source.read_now(spans, buffer)]
 
         return read_file
-    store = ListedStore(location.zarr_store(read_only=True), location.url, objects.sizes, all_listed=True)
+    store = ListedStore(location, objects.sizes, all_listed=True)
     prototype = default_buffer_prototype()
 
     async def get(start: int, stop: int) -> bytes:

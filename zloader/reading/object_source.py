@@ -257,7 +257,7 @@ class _ObstoreReader:
 
 def _reader(location: Location, objects: Mapping[str, StoredObject]) -> RangeReader:
     """The library that reads a location is imported here, so that a process loads only that one."""
-    if (read_range := location.kind.read_range(location)) is not None:
+    if (read_range := location.kind.read_range()) is not None:
         return _ObstoreReader(location, objects, read_range)
     from zloader.reading.tensorstore_reader import TensorStoreReader
 

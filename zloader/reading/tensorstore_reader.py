@@ -136,8 +136,8 @@ class Credentials:
         """TensorStore's `aws_credentials`."""
         if access.secrets:
             return self._in_memory(**access.secrets)
-        if access.provider == "default" and access.profile:
-            return {"type": "default", "profile": access.profile}
+        if access.provider == "default" and (profile := access.options.get("profile")):
+            return {"type": "default", "profile": profile}
         return {"type": access.provider}
 
     def _in_memory(self, *, key: str, secret: str = "", token: str = "") -> dict[str, str]:
