@@ -8,14 +8,15 @@ import numpy as np
 
 from zloader.conversion.destination import Destination
 from zloader.conversion.matrix import Checkpoints
-from zloader.conversion.port import Matrix
+from zloader.conversion.port import Matrix, Window
 
 
 def test_the_row_of_an_element_beyond_two_billion() -> None:
     lengths = np.full(3_000_000, 2_000, np.uint32)  # 6 billion values
     lengths[7] = 0
     checkpoints = Checkpoints(cast("Destination", None), "X", frozenset())
-    checkpoints.add(0, lengths)
+    none = np.zeros(0, np.int64)
+    checkpoints.add(0, Window(lengths=lengths, genes=none, values=none, mended=np.array([3])))
     matrix: Any = type("Sparse", (), {"dense": False})()
     for element in (0, 14_000, 2**31, 2**32 + 5, 5_999_997_999):
         row, skipped = checkpoints.row_at(element, cast("Matrix", matrix))

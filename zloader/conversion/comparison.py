@@ -192,7 +192,7 @@ class _Comparison:
         def windows() -> Iterator[Window]:
             nonlocal mended
             for window in found.windows():
-                mended += window.mended
+                mended += len(window.mended)
                 yield window
 
         for one, other in _in_step(wanted.windows(), windows()):

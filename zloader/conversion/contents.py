@@ -44,6 +44,7 @@ from zloader.selecting.columns import as_names
 from zloader.selecting.groups import shares
 from zloader.selecting.row_maps import in_whole
 
+_MANY = 8 * FEW  # values and rows: loading numba takes as long as NumPy needs more to copy so many rows in order
 GROUPS = ("layers", "obsm", "varm", "obsp", "varp")
 
 
@@ -328,7 +329,7 @@ class DatasetContent(Content):
             n_rows=self.n_rows,
             numbers=numbers,
             options=self._options,
-            compiled=few > FEW,
+            compiled=few > (FEW if any(part.genes is not None for part in parts) else _MANY),
         )
 
     def _array(self, path: str) -> Matrix:

@@ -255,10 +255,10 @@ class _Conversion:
                         with matrix:
                             stored = writer.store(matrix)
                         results["values"] += stored.n_values if matrix.name == "X" else 0
-                        changes = stored.changes(matrix)
+                        changes = stored.plan.changes(matrix) if stored.plan is not None else {}
                         results["dtypes_changed"] |= {part.at(name): change for name, change in changes.items()}
-                        if stored.mended:
-                            results["rows_made_canonical"][part.at(matrix.name)] = stored.mended
+                        if stored.n_mended:
+                            results["rows_made_canonical"][part.at(matrix.name)] = stored.n_mended
             results["dropped"] = [part.at(path) for part in self._parts for path in part.content.dropped]
             groups[""].attrs["zloader"] = {
                 "version": __version__,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from zarr.storage import MemoryStore
 
 from zloader.common.errors import SourceError, StoreError
+from zloader.common.options import MiB
 from zloader.common.progress import Bars
 from zloader.common.records import Rows
 from zloader.conversion.destination import CHECKPOINT, Destination
@@ -54,7 +54,7 @@ _MAX_ENCODING = 16
 _JOB_ELEMENTS = 1 << 19  # encoded per job: a few chunks, so that the overhead per job is negligible
 _SIDE_CHUNK_BYTES = 1 << 16  # least bytes per chunk of obsm and obsp, whose rows are short
 _PIECE = 1 << 17  # elements that fit in a core's cache
-_HELD = 2  # windows of a small matrix that stay in memory, so that it is not read again
+_HELD_BYTES = 16 * MiB  # values of a small matrix, which stay in memory, so that it is not read again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,21 +66,12 @@ class Plan:
     chunk: int
     shard: int
 
-
-@dataclass(frozen=True, kw_only=True)
-class StoredMatrix:
-    """What was stored of a matrix: the values, and how many rows were made canonical."""
-
-    plan: Plan
-    n_values: int
-    mended: int
-
     def changes(self, matrix: Matrix) -> dict[str, str]:
-        """The dtypes of the arrays that got another one."""
-        found = {f"{matrix.name}/data": (matrix.dtype, self.plan.data)}
-        found[f"{matrix.name}/indices"] = (matrix.genes_dtype, self.plan.indices)
+        """The dtypes of the arrays of a matrix that got another one."""
+        found = {f"{matrix.name}/data": (matrix.dtype, self.data)}
+        found[f"{matrix.name}/indices"] = (matrix.genes_dtype, self.indices)
         if matrix.dense:
-            found = {matrix.name: (matrix.dtype, self.plan.data)}
+            found = {matrix.name: (matrix.dtype, self.data)}
         return {name: f"{before} -> {after}" for name, (before, after) in found.items() if str(before) != after}
 
 
@@ -104,42 +95,36 @@ class MatrixWriter:
     bars: Bars
     existing: frozenset[str]
 
-    def store(self, matrix: Matrix) -> StoredMatrix:
+    def store(self, matrix: Matrix) -> Checkpoints:
         """Stores a matrix as CSR or dense, like the source. Raises SourceError if the source is invalid."""
-        checkpoints = Checkpoints(self.destination, f"{self.root.path}/{matrix.name}".lstrip("/"), self.existing)
-        if (done := checkpoints.complete) is not None:
-            self._create(matrix, done, checkpoints.lengths)
-            return done
+        done = Checkpoints(self.destination, f"{self.root.path}/{matrix.name}".lstrip("/"), self.existing)
         held: list[Window] | None = None
-        scan, plan = DtypeScan(matrix.dtype), checkpoints.plan
-        if plan is None:
-            held, plan = self._planned(matrix, scan)
-        while True:
+        scan = DtypeScan(matrix.dtype)
+        if done.plan is None:
+            most = min(_HELD_BYTES, self.options.window) // matrix.dtype.itemsize
+            if matrix.n_stored is not None and matrix.n_stored <= most:
+                held = list(matrix.windows())
+            done.begin(self._first_plan(matrix, scan, matrix.sample() if held is None else iter(held)))
+        while done.n_values is None:
             try:
-                written = self._written(matrix, plan, checkpoints, held, scan)
-                break
+                self._write(matrix, done, held, scan)
             except _TooWideError:
-                plan = self._plan(matrix, scan, plan)
-                checkpoints = checkpoints.again()
-        self._create(matrix, written, checkpoints.lengths)
-        checkpoints.finish(written)
-        return written
+                done.begin(self._plan(matrix, scan, done.plan))
+        self._create(matrix, done)
+        return done
 
     # ---- the plan
 
-    def _planned(self, matrix: Matrix, scan: DtypeScan) -> tuple[list[Window] | None, Plan]:
-        """The windows of a small matrix, else None, and the plan."""
-        windows = matrix.windows()
-        held = list(itertools.islice(windows, _HELD + 1))
-        small = len(held) <= _HELD
-        del windows  # which ends reading ahead
+    def _first_plan(self, matrix: Matrix, scan: DtypeScan, sample: Iterator[Window]) -> Plan:
         n_rows = n_values = 0
-        for window in held if small else itertools.chain(held, matrix.sample()):
+        for window in sample:
             n_rows, n_values = n_rows + len(window.lengths), n_values + len(window.values)
             if not keeps_dtype(matrix, self.options):
                 scan.add(window.values)
-        elements = n_values if small else matrix.n_stored or -(-n_values * matrix.n_rows // max(1, n_rows))
-        return (held if small else None), self._plan(matrix, scan, None, elements)
+        elements = -(-n_values * matrix.n_rows // max(1, n_rows))
+        if matrix.n_stored is not None and (matrix.n_stored < 2 * elements or not n_rows):  # else most are not chosen
+            elements = matrix.n_stored
+        return self._plan(matrix, scan, None, elements)
 
     def _plan(self, matrix: Matrix, scan: DtypeScan, before: Plan | None, elements: int = 0) -> Plan:
         options, keep = self.options, keeps_dtype(matrix, self.options)
@@ -168,48 +153,44 @@ class MatrixWriter:
 
     # ---- the pass
 
-    def _written(
-        self, matrix: Matrix, plan: Plan, checkpoints: Checkpoints, held: list[Window] | None, scan: DtypeScan
-    ) -> StoredMatrix:
+    def _write(self, matrix: Matrix, done: Checkpoints, held: list[Window] | None, scan: DtypeScan) -> None:
         """Stores the values of the rows after the last checkpoint and, for CSR, their genes.
 
         Raises _TooWideError for values that do not fit into the plan, after adding them to `scan`.
         """
+        plan = done.plan
+        assert plan is not None
         names = {matrix.name: plan.data}
         if not matrix.dense:
             names = {f"{matrix.name}/data": plan.data, f"{matrix.name}/indices": plan.indices}
         shard = plan.shard * (max(1, matrix.n_genes) if matrix.dense else 1)
-        row, skipped = checkpoints.row_at(checkpoints.n_shards * shard, matrix)
-        mended, n_values = checkpoints.mended, checkpoints.n_shards * shard
+        n_values = done.n_shards * shard
+        row, skipped = done.row_at(n_values, matrix)
         advance = self.bars.add(f"converting {matrix.name}", matrix.n_rows)
         advance(row)
-        dtype = np.dtype(plan.data)
         with contextlib.ExitStack() as opened:
             writers = [
-                opened.enter_context(self._writer(matrix, name, of, plan, checkpoints.n_shards))
-                for name, of in names.items()
+                opened.enter_context(self._writer(matrix, name, of, plan, done.n_shards)) for name, of in names.items()
             ]
-            windows = matrix.windows(row) if held is None else iter(held)
-            for window in windows:
-                values = narrowed(window.values, dtype)
+            for window in matrix.windows(row) if held is None else held:
+                values = narrowed(window.values, np.dtype(plan.data))
                 if values is None:
                     scan.add(window.values)
                     raise _TooWideError
-                mended += window.mended
-                checkpoints.add(row, window.lengths)
+                done.add(row, window)
                 row += len(window.lengths)
                 n_values += len(values) - skipped
                 for writer, elements in zip(writers, (values, window.genes), strict=False):
                     writer.append(elements[skipped:])
                 skipped = 0
-                checkpoints.keep(plan, min(writer.n_finished for writer in writers), shard, mended)
+                done.keep(min(writer.n_finished for writer in writers), shard)
                 advance(len(window.lengths))
         if row != matrix.n_rows:
             raise SourceError(
                 f"{matrix.name} has only {row} rows, not {matrix.n_rows}: it has changed, or does not return the same "
                 "at every call"
             )
-        return StoredMatrix(plan=plan, n_values=n_values, mended=mended)
+        done.finish(n_values)
 
     def _writer(self, matrix: Matrix, name: str, dtype: str, plan: Plan, first_shard: int) -> ShardWriter:
         """A writer for an array, whose length is not known yet."""
@@ -245,9 +226,11 @@ class MatrixWriter:
 
     # ---- metadata and indptr
 
-    def _create(self, matrix: Matrix, stored: StoredMatrix, lengths: NDArray[np.uint32]) -> None:
+    def _create(self, matrix: Matrix, done: Checkpoints) -> None:
         """Makes the group and the arrays, whose shards are there, and stores indptr."""
-        plan, recorded = stored.plan, {"data": str(matrix.dtype)}
+        plan, n_values, recorded = done.plan, done.n_values, {"data": str(matrix.dtype)}
+        assert plan is not None
+        assert n_values is not None
         data = np.dtype(plan.data)
         if matrix.dense:
             attributes = {"encoding-type": "array", "encoding-version": "0.2.0", "zloader": {"dtype": recorded}}
@@ -263,15 +246,15 @@ class MatrixWriter:
             },
         )
         for name, dtype in (("data", data), ("indices", np.dtype(plan.indices))):
-            self._array(self.root, f"{matrix.name}/{name}", (stored.n_values,), dtype, plan)
-        keep = keeps_dtype(matrix, self.options) and stored.n_values <= np.iinfo(matrix.genes_dtype).max
+            self._array(self.root, f"{matrix.name}/{name}", (n_values,), dtype, plan)
+        keep = keeps_dtype(matrix, self.options) and n_values <= np.iinfo(matrix.genes_dtype).max
         dtype = matrix.genes_dtype if keep else np.dtype(np.int64)
         cut = grid(matrix.n_rows + 1, chunk=_INDPTR_CHUNK, item_bytes=8, shard_bytes=self.options.shard_bytes)
         array = self._array(self.root, f"{matrix.name}/indptr", (matrix.n_rows + 1,), dtype, cut)
         encoder = ChunkEncoder(layout_of(array, absent_is_fill=False))
         with ShardWriter(array, encoder, self.threads, self.destination.create_object) as writer:
             writer.append(np.zeros(1, dtype))
-            for _, ends in _row_ends(lengths[: matrix.n_rows]):
+            for _, ends in done.row_ends():
                 writer.append(ends)
 
 
@@ -290,100 +273,108 @@ def narrowed(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any] | None:
     return made
 
 
-def _row_ends(lengths: NDArray[np.uint32]) -> Iterator[tuple[int, Rows]]:
-    """The ends of rows of these lengths, in pieces: the first row, and the ends."""
-    begin = 0
-    for start in range(0, len(lengths), _INDPTR_WINDOW):
-        ends = begin + np.cumsum(lengths[start : start + _INDPTR_WINDOW], dtype=np.int64)
-        yield start, ends
-        begin = int(ends[-1])
-
-
 class Checkpoints:
     """What was stored of the matrix at a path, shard by shard: the plan, and the lengths of its rows.
 
-    Each is an object, which appears at once. Its name has the number of the attempt, because a wider dtype begins a
-    matrix again, and of the shard. The last one says that the matrix is complete.
+    Each is an object with a number, which appears at once. The first has the plan, which also begins the matrix again
+    with a wider dtype. The last one has the number of values, and says that the matrix is complete. Lengths of rows
+    that were made canonical are negative.
     """
 
-    def __init__(
-        self, destination: Destination, path: str, existing: frozenset[str], attempt: int | None = None
-    ) -> None:
-        self._destination, self._existing, self._path = destination, existing, path
+    n_shards: int
+    _n_rows: int
+    _kept_rows: int  # of which a checkpoint has the lengths, and the number of their values
+    _kept_values: int
+
+    def __init__(self, destination: Destination, path: str, existing: frozenset[str]) -> None:
+        digest = hashlib.sha256(path.encode()).hexdigest()[:16]
+        self._destination, self._prefix, self._next = destination, f"{CHECKPOINT}{digest}-", 0
         self.plan: Plan | None = None
-        self.complete: StoredMatrix | None = None
-        self.n_shards = self.mended = self._kept_rows = self._n_rows = 0
-        self.lengths: NDArray[np.uint32] = np.zeros(0, np.uint32)
-        self._next = 0  # the number of the next object
-        self._attempt = attempt or 0
-        if attempt is None:
-            while self._key(0, self._attempt + 1) in existing:
-                self._attempt += 1
-            while (key := self._key(self._next)) in existing and self.complete is None:
-                self._load(self._destination.read(key))
-        self._ends = 0  # values of the kept rows
-        self._ends = int(self.lengths[: self._kept_rows].sum(dtype=np.int64))
+        self.n_values: int | None = None
+        self._restart()
+        while (key := f"{self._prefix}{self._next}") in existing:
+            with np.load(io.BytesIO(destination.read(key))) as found:
+                head, lengths = json.loads(found["head"].tobytes()), found["lengths"]
+            if head["n_shards"] == 0 and head["n_values"] is None:
+                self._restart()
+            self.plan, self.n_shards, self.n_values = Plan(**head["plan"]), head["n_shards"], head["n_values"]
+            self._add(self._n_rows, lengths)
+            self._kept_rows, self._next = self._n_rows, self._next + 1
+        self._kept_values = int(np.abs(self._lengths).sum(dtype=np.int64))
 
-    def again(self) -> Checkpoints:
-        """Those of the next attempt, which has none yet."""
-        return Checkpoints(self._destination, self._path, frozenset(), self._attempt + 1)
+    def _restart(self) -> None:
+        self.n_shards = self._n_rows = self._kept_rows = self._kept_values = 0
+        self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
 
-    def _key(self, number: int, attempt: int | None = None) -> str:
-        digest = hashlib.sha256(self._path.encode()).hexdigest()[:16]
-        return f"{CHECKPOINT}{digest}-{self._attempt if attempt is None else attempt}-{number}"
+    def begin(self, plan: Plan) -> None:
+        """Begins the matrix, maybe again."""
+        self.plan = plan
+        self._restart()
+        self._put()
 
-    def _load(self, stored: bytes) -> None:
-        with np.load(io.BytesIO(stored)) as found:
-            head, lengths = json.loads(found["head"].tobytes()), found["lengths"]
-        self.plan, self.n_shards, self.mended = Plan(**head["plan"]), head["n_shards"], head["mended"]
-        self.add(self._n_rows, lengths)
-        self._kept_rows, self._next = self._n_rows, self._next + 1
-        if head["n_values"] is not None:
-            self.complete = StoredMatrix(plan=self.plan, n_values=head["n_values"], mended=self.mended)
+    def add(self, row: int, window: Window) -> None:
+        """Adds a window of the rows from `row` on."""
+        lengths = window.lengths.astype(np.int32)
+        lengths[window.mended] *= -1
+        self._add(row, lengths)
 
-    def add(self, row: int, lengths: Rows) -> None:
-        """Adds the lengths of the rows from `row` on."""
+    def _add(self, row: int, lengths: NDArray[np.int32]) -> None:
         stop = row + len(lengths)
-        if stop > len(self.lengths):
-            grown = np.zeros(max(stop, 2 * len(self.lengths)), np.uint32)
-            grown[: len(self.lengths)] = self.lengths
-            self.lengths = grown
-        self.lengths[row:stop] = lengths
+        if stop > len(self._lengths):
+            grown = np.zeros(max(stop, 2 * len(self._lengths)), np.int32)
+            grown[: len(self._lengths)] = self._lengths
+            self._lengths = grown
+        self._lengths[row:stop] = lengths
         self._n_rows = max(self._n_rows, stop)
+
+    @property
+    def n_mended(self) -> int:
+        """Rows that were made canonical."""
+        return int(np.count_nonzero(self._lengths < 0))
+
+    def row_ends(self, first: int = 0, begin: int = 0) -> Iterator[tuple[int, Rows]]:
+        """The ends of the rows from `first` on, which begins at `begin`, in pieces: the first row, and the ends."""
+        for start in range(first, self._n_rows, _INDPTR_WINDOW):
+            piece = self._lengths[start : min(start + _INDPTR_WINDOW, self._n_rows)]
+            ends = begin + np.cumsum(np.abs(piece), dtype=np.int64)
+            yield start, ends
+            begin = int(ends[-1])
 
     def row_at(self, element: int, matrix: Matrix) -> tuple[int, int]:
         """The row that contains an element, and the number of the row's elements before it."""
         if matrix.dense:
             return divmod(element, max(1, matrix.n_genes)) if element else (0, 0)
-        for start, ends in _row_ends(self.lengths[: self._n_rows]):
+        for start, ends in self.row_ends():
             if ends[-1] > element:
                 row = int(np.searchsorted(ends, element, side="right"))
-                return start + row, element - int(ends[row] - self.lengths[start + row])
+                return start + row, element - int(ends[row]) + abs(int(self._lengths[start + row]))
         return self._n_rows, 0
 
-    def keep(self, plan: Plan, n_finished: int, shard: int, mended: int) -> None:
+    def keep(self, n_finished: int, shard: int) -> None:
         """Stores a checkpoint if more shards are complete, with the lengths of the rows that begin in them."""
         if n_finished <= self.n_shards:
             return
-        self.n_shards, stop = n_finished, self._kept_rows
-        while stop < self._n_rows and self._ends < n_finished * shard:
-            piece = self.lengths[stop : min(stop + _INDPTR_WINDOW, self._n_rows)]
-            ends = self._ends + np.cumsum(piece, dtype=np.int64)
-            n = min(int(np.searchsorted(ends, n_finished * shard)) + 1, len(piece))
-            self._ends, stop = int(ends[n - 1]), stop + n
-        self._put(plan, mended, self.lengths[self._kept_rows : stop], None)
-        self._kept_rows = stop
+        self.n_shards, stop, last = n_finished, self._kept_rows, self._kept_values
+        for start, ends in self.row_ends(stop, last):
+            n = min(int(np.searchsorted(ends, n_finished * shard)) + 1, len(ends)) if last < n_finished * shard else 0
+            if n:
+                stop, last = start + n, int(ends[n - 1])
+        self._put(stop)
+        self._kept_values = last
 
-    def finish(self, stored: StoredMatrix) -> None:
+    def finish(self, n_values: int) -> None:
         """Says that the matrix is complete."""
-        self._put(stored.plan, stored.mended, self.lengths[self._kept_rows : self._n_rows], stored.n_values)
+        self.n_values = n_values
+        self._put(self._n_rows)
 
-    def _put(self, plan: Plan, mended: int, lengths: NDArray[np.uint32], n_values: int | None) -> None:
-        head = {"plan": asdict(plan), "n_shards": self.n_shards, "mended": mended, "n_values": n_values}
+    def _put(self, stop: int = 0) -> None:
+        assert self.plan is not None
+        head = {"plan": asdict(self.plan), "n_shards": self.n_shards, "n_values": self.n_values}
         stored = io.BytesIO()
-        np.savez(stored, head=np.frombuffer(json.dumps(head).encode(), np.uint8), lengths=lengths)
-        self._destination.put(self._key(self._next), stored.getvalue())
-        self._next += 1
+        text = np.frombuffer(json.dumps(head).encode(), np.uint8)
+        np.savez(stored, head=text, lengths=self._lengths[self._kept_rows : stop])
+        self._destination.put(f"{self._prefix}{self._next}", stored.getvalue())
+        self._kept_rows, self._next = stop, self._next + 1
 
 
 # ---- the shards of one array, one after another: no whole shard is ever in memory, neither decoded nor encoded

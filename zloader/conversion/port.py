@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -21,19 +22,22 @@ from zloader.common.records import Rows
 class Window:
     """Consecutive rows of a matrix: `lengths` (values per row), `genes` (ascending and unique in a row) and `values`.
 
-    A dense window has all values of its rows, row after row, and no `genes`. `mended` counts the rows whose genes were
-    not ascending and unique where they were read.
+    A dense window has all values of its rows, row after row, and no `genes`. `mended` are the rows of the window whose
+    genes were not ascending and unique where they were read.
     """
 
     lengths: Rows
     genes: NDArray[np.integer]
     values: NDArray[Any]
-    mended: int = 0
+    mended: Rows = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def between(self, first: int, last: int) -> Window:
         """The rows from `first` to the one before `last`."""
         begin, end = int(self.lengths[:first].sum()), int(self.lengths[:last].sum())
-        return Window(lengths=self.lengths[first:last], genes=self.genes[begin:end], values=self.values[begin:end])
+        mended = self.mended[(self.mended >= first) & (self.mended < last)] - first
+        return Window(
+            lengths=self.lengths[first:last], genes=self.genes[begin:end], values=self.values[begin:end], mended=mended
+        )
 
 
 class Matrix(ABC):
@@ -70,8 +74,8 @@ class Matrix(ABC):
         return joined(found, self)
 
     def sample(self) -> Iterator[Window]:
-        """Some rows from all over the matrix, if they can be read without reading all."""
-        return iter(())
+        """Some rows from all over the matrix, if they can be read without reading all. They need not be canonical."""
+        return itertools.islice(self.windows(), 2)
 
     def close(self) -> None:  # noqa: B027
         """Frees temporary files and memory."""
@@ -84,10 +88,11 @@ class Matrix(ABC):
 
 
 def joined(windows: Sequence[Window], matrix: Matrix) -> Window:
-    """Consecutive windows of a matrix as one."""
+    """Consecutive windows of a matrix as one, without what was mended."""
     empty = {"lengths": np.zeros(0, np.int64), "genes": np.zeros(0, np.int64), "values": np.zeros(0, matrix.dtype)}
-    parts = {name: np.concatenate([getattr(window, name) for window in windows] or [of]) for name, of in empty.items()}
-    return Window(**parts, mended=sum(window.mended for window in windows))
+    return Window(
+        **{name: np.concatenate([getattr(window, name) for window in windows] or [of]) for name, of in empty.items()}
+    )
 
 
 class Content(ABC):

@@ -6,6 +6,7 @@ read one window after another. Every error names the source and the row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def canonical(indptr: Rows, genes: NDArray[np.integer], values: NDArray[Any], *,
     if rises.all():
         return Window(lengths=lengths, genes=genes, values=values)
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    mended = len(np.unique(rows[1:][~rises]))
+    mended = np.unique(rows[1:][~rises])
     order = np.lexsort((genes, rows))
     rows, genes, values = rows[order], genes[order], values[order]
     new = np.ones(len(genes), bool)
@@ -114,9 +115,10 @@ class ReadMatrix(Matrix):
         self.n_stored = n_rows * n_genes if self.dense else n_stored
 
     def sample(self) -> Iterator[Window]:
+        if not self._any_rows:
+            return super().sample()
         n_rows = max(1, _SAMPLE_BYTES // max(1, self.n_genes * self.dtype.itemsize)) if self.dense else _FIRST_ROWS
-        for start in _spread(self.n_rows, n_rows) if self._any_rows else ():
-            yield self.rows(start, min(start + n_rows, self.n_rows))
+        return (self.rows(start, stop) for start, stop in _spread(self.n_rows, n_rows))
 
     def rows(self, start: int, stop: int) -> Window:
         rows, at = self._read(start, stop), f"{self._at}({start}, {stop})"
@@ -212,25 +214,27 @@ class DatasetMatrix(Matrix):
         self._at = f"{name} of {', '.join(dict.fromkeys(part.url for part in parts[:3]))}"
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
-        return self._read(self._fetches(first_row, self.n_rows, MOST_BYTES))
+        return self._read(self._fetches(first_row, self.n_rows))
 
     def rows(self, start: int, stop: int) -> Window:
-        return joined(list(self._read(self._fetches(start, stop, MOST_BYTES))), self)
+        return joined(list(self._read(self._fetches(start, stop))), self)
 
     def sample(self) -> Iterator[Window]:
         n_rows = max(1, _SAMPLE_BYTES * self.n_rows // max(1, self.n_stored * self._element_bytes))
-        starts = _spread(self.n_rows, n_rows)
-        return self._read(
-            fetch for start in starts for fetch in self._fetches(start, min(start + n_rows, self.n_rows), MOST_BYTES)
-        )
+        runs = [np.arange(start, stop) for start, stop in _spread(self.n_rows, n_rows)]
+        fetches = [_fetch(0, self._numbers(np.concatenate(runs)))] if runs else []
+        return self._read(iter(fetches), as_stored=True)
 
-    def _read(self, fetches: Iterator[Fetch]) -> Iterator[Window]:
+    def _read(self, fetches: Iterator[Fetch], *, as_stored: bool = False) -> Iterator[Window]:
+        """The windows of fetches; `as_stored`, not canonical."""
         form = Form(dense=self.dense, dtype=None, narrow=not self.dense)
         recipe = Recipe(x={self.name: self._parts}, form=form, compiled=self._compiled)
         row = 0
         for minibatch in FetchScheduler(recipe, self._options, BufferPool()).start(fetches, name="zloader-convert"):
             x, row = minibatch.x[self.name], int(minibatch.index[0])
-            if isinstance(x, CsrArrays):
+            if isinstance(x, CsrArrays) and as_stored:
+                yield Window(lengths=np.diff(x.indptr), genes=x.indices, values=x.values)
+            elif isinstance(x, CsrArrays):
                 yield canonical(x.indptr.astype(np.int64), x.indices, x.values, at=self._at, first_row=row)
             else:
                 lengths = np.full(len(x), self.n_genes, np.int64)
@@ -240,14 +244,13 @@ class DatasetMatrix(Matrix):
     def _element_bytes(self) -> int:
         return self.dtype.itemsize + (0 if self.dense else self.genes_dtype.itemsize)
 
-    def _fetches(self, start: int, stop: int, most_bytes: int) -> Iterator[Fetch]:
-        most = max(1, most_bytes // self._element_bytes)
+    def _fetches(self, start: int, stop: int) -> Iterator[Fetch]:
+        most = max(1, MOST_BYTES // self._element_bytes)
         number = 0
         for begin in range(start, stop, WINDOW_ROWS):
             rows = self._numbers(np.arange(begin, min(begin + WINDOW_ROWS, stop)))
             for first, last in split_rows(indptr_of(self._lengths(rows)), most):
-                n_rows = last - first
-                yield Fetch(number=number, rows=rows[first:last], order=np.arange(n_rows), cuts=np.array([0, n_rows]))
+                yield _fetch(number, rows[first:last])
                 number += 1
 
     def _lengths(self, rows: Rows) -> Rows:
@@ -261,7 +264,13 @@ class DatasetMatrix(Matrix):
         return lengths
 
 
-def _spread(n_rows: int, together: int) -> list[int]:
-    """The first rows of the windows of a sample."""
-    n_windows = min(_SAMPLES, -(-n_rows // together))
-    return [number * n_rows // n_windows for number in range(n_windows)]
+def _fetch(number: int, rows: Rows) -> Fetch:
+    """A fetch of rows that become one minibatch in their order."""
+    return Fetch(number=number, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
+
+
+def _spread(n_rows: int, together: int) -> list[tuple[int, int]]:
+    """The first row of each window of a sample, and the row after its last. They do not overlap."""
+    n_windows = max(1, min(_SAMPLES, -(-n_rows // together)))
+    bounds = itertools.pairwise(number * n_rows // n_windows for number in range(n_windows + 1))
+    return [(start, min(start + together, stop)) for start, stop in bounds if start < stop]
