@@ -122,7 +122,7 @@ def fails(counts):
         (lambda counts: counts.tocsc(), "a csc_matrix, not a CSR matrix"),
         (lambda counts: counts[:-1], r"not \(\d+, 60\): cells x genes"),
         (lambda counts: counts[:, :-1], r"59\), not \(\d+, 60\)"),
-        (wrong_gene, r"row 698 has a value for gene 60, but there are 60 genes"),
+        (wrong_gene, r"row 199 has a value for gene 60, but there are 60 genes"),
         (wrong_indptr, "indptr does not fit its values"),
         (lambda counts: counts.astype(np.float64), "returned float64, but the first cells float32"),
         (lambda counts: counts.astype(complex), "returned complex128"),
