@@ -58,15 +58,6 @@ _WINDOW_ROWS = 1 << 18  # of strings, about 150 MB while they are coded
 _TIMES = "mM"
 
 
-def require_frame(n_rows: int) -> None:
-    """Raises OptionError if an obs frame of so many rows would take more than half of the memory."""
-    require_memory(
-        NAME_BYTES * n_rows,
-        f"the obs frame of {n_rows} rows with their names",
-        "read single columns with obs_column(name), which needs no names",
-    )
-
-
 class ObsFrame:
     """obs, read when it is called or indexed: `obs()` and `obs(names)` are frames, `obs[name]` is a column.
 
@@ -284,9 +275,16 @@ class Observations:
         """The row at which each store ends."""
         return np.cumsum([store.n_obs for store in self._stores], dtype=np.int64)
 
-    def names(self, rows: Rows) -> NDArray[np.object_]:
-        """The obs names of some rows, as Python strings. Raises FormatError or a ReadError."""
-        found = np.empty(len(rows), object)
+    def names(self, rows: Rows | None = None) -> NDArray[np.object_]:
+        """The obs names of some rows or all, as Python strings. Raises FormatError or a ReadError.
+
+        Raises OptionError if they would take more than half of the machine's memory.
+        """
+        n_rows = self.n_rows if rows is None else len(rows)
+        advice = "read those of some rows with names_of(rows), or single columns with obs_column(name)"
+        require_memory(NAME_BYTES * n_rows, f"the obs names of {n_rows} rows", advice)
+        rows = np.arange(n_rows) if rows is None else rows
+        found = np.empty(n_rows, object)
 
         def fill(share: tuple[int, Rows | slice]) -> None:
             number, at = share
@@ -299,9 +297,7 @@ class Observations:
     def frame(self, columns: Sequence[str] | None = None, rows: Rows | None = None) -> pd.DataFrame:
         """All obs columns, or some of them, of all rows or some, with their obs names as the index."""
         names = self.column_names if columns is None else names_of(columns=columns)
-        if rows is None:
-            require_frame(self.n_rows)
-        index = pd.Index(self.names(np.arange(self.n_rows) if rows is None else rows))
+        index = pd.Index(self.names(rows))
         return pd.DataFrame({name: self._column_of(name, rows) for name in names}, index=index)
 
     def _column_of(self, name: str, rows: Rows | None) -> Any:

@@ -24,7 +24,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, Rows, X
 from zloader.dataset.elements import load_anndata, matrix_encoding
 from zloader.dataset.matrices import Matrices, as_scipy, used_categories
-from zloader.dataset.obs import NAME_BYTES, Observations, ObsFrame, require_frame
+from zloader.dataset.obs import NAME_BYTES, Observations, ObsFrame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.dataset.views import AllRows, RowSet
@@ -118,11 +118,13 @@ class Table:
         """
         return ObsFrame(self._read_obs, lambda: self.obs_columns)
 
+    @property
+    def _row_numbers(self) -> Rows | None:
+        """The rows of the stores that these are; None for all of them."""
+        return None if self._chosen is None else self._chosen.all_numbers()
+
     def _read_obs(self, columns: Sequence[str] | None) -> pd.DataFrame:
-        if self._chosen is None:
-            return self.observations.frame(columns)
-        require_frame(self.n_obs)
-        return self.observations.frame(columns, self._chosen.all_numbers())
+        return self.observations.frame(columns, self._row_numbers)
 
     def obs_column(self, column: str) -> ObsColumn:
         """One obs column as numbers: the codes of a categorical or string column, the values of any other.
@@ -202,8 +204,7 @@ class Table:
 
         Raises OptionError if they would take more than half of the machine's memory, at 100 bytes per row.
         """
-        require_memory(NAME_BYTES * self.n_obs, f"the obs names of {self.n_obs} rows", "read some with names_of(rows)")
-        return pd.Index(self.names_of(np.arange(self.n_obs)))
+        return pd.Index(self.observations.names(self._row_numbers))
 
     def names_of(self, rows: Rows) -> NDArray[np.object_]:
         """The obs names of some rows, as Python strings. Only the chunks with these names are read."""
