@@ -41,8 +41,7 @@ MAY_IMPORT = {
     "tensorstore": {"zloader.reading.tensorstore_reader"},
     "torch": {
         "zloader.order.epochs",
-        "zloader.training.delivery",
-        "zloader.training.devices",
+        "zloader.training.device",
         "zloader.training.minibatch",
         "zloader.training.arrays",
         "zloader.training.loader",

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from zloader.common.records import CsrArrays
 from zloader.order.permutation import key_of, words_at
-from zloader.tokenizers.vocabulary import GeneNames
 
 SPECIAL = {"<pad>": 0, "<mask>": 1, "<cls>": 2, "<eos>": 3}
 
@@ -23,10 +22,6 @@ def csr(rows: Any) -> CsrArrays:
     return CsrArrays(
         indptr=x.indptr.astype(np.int32), indices=x.indices.astype(np.int32), values=x.data, n_genes=x.shape[1]
     )
-
-
-def gene_names(names: Sequence[str | None], **options: Any) -> GeneNames:
-    return GeneNames(names=names, where="X of cells.zarr", named_by="var_names", **options)
 
 
 def words(seed: int, epoch: int, stream: int, row: int, n: int) -> NDArray[np.uint64]:

@@ -35,7 +35,7 @@ from zloader.dataset import obsm_arrays
 from zloader.reading.bridge import Bridge
 from zloader.reading.resources import Counters
 from zloader.testing import assert_resumes_anywhere
-from zloader.training.devices import PlainDevice
+from zloader.training.device import PlainDevice
 
 zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 sent = pytest.importorskip("zloader.ray.sent")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from tokenizing import csr, gene_names, scgpt_cell
+from tokenizing import csr, scgpt_cell
 
 import zloader as zl
 from zloader.common.errors import OptionError
@@ -20,7 +20,7 @@ VOCABULARY = {"<pad>": 0, "<cls>": 1, "<eoc>": 2} | {name: 5 + number for number
 
 def tokens_of(rows, *, seed=0, epoch=0, numbers=None, names=NAMES, **options):
     """The tokens of rows, padded, and the numbers of these rows in the dataset."""
-    made = zl.tokenizers.ScGPT(VOCABULARY, **options).bind(gene_names(names)).at(seed, epoch)
+    made = zl.tokenizers.ScGPT(VOCABULARY, **options).bind(names, "X of cells.zarr").at(seed, epoch)
     rows = np.asarray(rows)
     numbers = np.arange(len(rows)) if numbers is None else np.asarray(numbers)
     return made.rows(csr(rows), numbers, None).cut(0, len(rows))
@@ -111,7 +111,7 @@ def test_bins_of_long_rows(kind):
         n = int(rng.integers(1, 3000))
         drawn = rng.geometric(0.5, n) if kind == "counts" else rng.gamma(2.0, size=n)
         rows[number, rng.choice(3000, n, replace=False)] = drawn
-    made = zl.tokenizers.ScGPT(vocabulary, max_length=3001).bind(gene_names(names))
+    made = zl.tokenizers.ScGPT(vocabulary, max_length=3001).bind(names, "X of cells.zarr")
     tokens = made.rows(csr(rows), np.arange(20), None).cut(0, 20)
     for number in range(20):
         ids, values = scgpt_cell(rows[number], names, vocabulary, max_length=3001, row=number)
@@ -156,7 +156,9 @@ def test_special_tokens_and_padding_are_as_asked():
 
 
 def test_a_gene_that_a_row_has_twice_is_summed_and_one_of_two_columns_is_not():
-    made = zl.tokenizers.ScGPT(VOCABULARY, n_bins=None, normalize=None).bind(gene_names(["gene 3", "gene 1", "gene 3"]))
+    made = zl.tokenizers.ScGPT(VOCABULARY, n_bins=None, normalize=None).bind(
+        ["gene 3", "gene 1", "gene 3"], "X of cells.zarr"
+    )
     x = csr([[1, 2, 4]])
     tokens = made.rows(x, np.arange(1), None).cut(0, 1)
     assert (tokens.input_ids.tolist(), tokens.values.tolist()) == ([[1, 8, 6, 8]], [[0, 1, 2, 4]])
@@ -173,7 +175,7 @@ def test_values_that_are_no_counts_name_their_row(wrong):
 
 
 WRONG = {
-    "max_length": ({"max_length": 1}, "max_length=1 leaves no room for a gene beside 1 special tokens"),
+    "max_length": ({"max_length": 1}, "max_length=1 leaves no room for a gene beside the special"),
     "normalize": ({"normalize": 0}, "normalize must be a number above 0 or None, not 0"),
     "infinite": ({"normalize": float("inf")}, "normalize must be a finite number, not inf"),
     "log1p": ({"log1p": "yes"}, "log1p must be True or False, not 'yes'"),
@@ -193,5 +195,5 @@ def test_wrong_options_are_refused(options, message):
 
 def test_a_special_token_with_the_id_of_a_gene_is_refused():
     made = zl.tokenizers.ScGPT(VOCABULARY, pad=5)
-    with pytest.raises(OptionError, match="pad has the id 5, and so has the gene 'gene 0' in vocabulary"):
-        made.bind(gene_names(NAMES))
+    with pytest.raises(OptionError, match="pad has the id 5, and so has the gene 'gene 0'"):
+        made.bind(NAMES, "X of cells.zarr")

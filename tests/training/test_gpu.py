@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.testing import assert_resumes_anywhere
-from zloader.training.devices import Finish, Sent, StreamDevice
+from zloader.training.device import Finish, Sent, StreamDevice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

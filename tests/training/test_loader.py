@@ -253,14 +253,6 @@ def test_flat_statistics_are_plain_numbers_by_stable_names(store):
     assert seen.flat().keys() == set(STATISTICS)
 
 
-def test_a_profiler_sees_the_waits(store):
-    loader = zl.Loader(zl.open_dataset(store), batch_size=50, fetch_factor=2)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        minibatches = list(loader)
-    counts = {event.key: event.count for event in profiled.key_averages()}
-    assert counts["zloader.wait"] == len(minibatches) + 1  # the last wait is for the end
-
-
 def test_obs_alone_reads_no_matrix(store):
     loader = zl.Loader(zl.open_dataset(store), x=None, obs=OBS, batch_size=50, fetch_factor=2)
     rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])

@@ -118,11 +118,9 @@ def test_entries_can_be_set_by_either_name(dataset: zl.Dataset) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lane", r"'lane' is a column of obs: write minibatch\.obs\['lane'\]"),
-        ("X_pca", r"'X_pca' is a column of obsm: write minibatch\.obsm\['X_pca'\]"),
-        ("indx", r"has no 'indx'; it has: row, index, x, obs, obsm\. Did you mean 'index'\?"),
-        (0, "has no 0; it has: row, index, x, obs, obsm"),
-        ("obs_names", "has no 'obs_names'; it has: row, index, x, obs, obsm"),
+        ("lane", r"no 'lane' here, only: .* A Loader loads minibatch\.obs\[...\] and minibatch\.obsm\[...\]"),
+        ("indx", r"has no 'indx' here, only: row, index, x, obs, obsm\. Did you mean 'index'\?"),
+        (0, "has no 0 here, only: row, index, x, obs, obsm"),
     ],
     ids=str,
 )
@@ -156,6 +154,6 @@ def test_columns_that_were_not_loaded_are_named(dataset: zl.Dataset) -> None:
     for each in (minibatch, pickle.loads(pickle.dumps(minibatch)), minibatch.each(torch.clone)):
         with pytest.raises(MissingColumnError, match=r"only: cell_type, lane. Did you mean 'cell_type'\?"):
             each.obs["cell_typ"]
-        with pytest.raises(KeyError, match=r"no 'X_umap', only: X_pca.*obsm=\[\.\.\.\]"):
+        with pytest.raises(KeyError, match=r"no 'X_umap' here, only: X_pca.*obsm=\[\.\.\.\]"):
             each.obsm["X_umap"]
         assert each.obs.get("cell_typ") is None

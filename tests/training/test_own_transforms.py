@@ -179,7 +179,7 @@ def test_interrupts_pass(dataset, error):
 
 @pytest.mark.parametrize(
     ("function", "says"),
-    [(zl.transforms.Clip(0, 1), r"go into the list transforms="), ("log1p", "'log1p'"), (dict, "the class dict")],
+    [(zl.transforms.Clip(0, 1), r"go into the list transforms="), ("log1p", "'log1p'"), (dict, "class .dict")],
     ids=["transform", "name", "class"],
 )
 def test_only_functions_will_do(dataset, function, says):

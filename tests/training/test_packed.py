@@ -231,7 +231,12 @@ def test_nothing(rows):
 def test_rows_are_chosen_by_slices_of_neighbours_only():
     for rows in (slice(1, 3), slice(-1, None), slice(2, 1), slice(5, 9), slice(None, None, 1)):
         assert_same(ROWS[rows].dense(torch.int64), DENSE[rows])
-    refusals = [ROWS.__iter__, lambda: np.array(ROWS), lambda: np.asarray(ROWS, np.float32), lambda: list(ROWS)]
+    refusals = [
+        lambda: next(iter(ROWS)),
+        lambda: np.array(ROWS),
+        lambda: np.asarray(ROWS, np.float32),
+        lambda: list(ROWS),
+    ]
     unfit = [slice(None, None, 2), slice(None, None, -1), 0, -1, [1, 2], torch.tensor([True, False, True]), None]
     refusals += [functools.partial(ROWS.__getitem__, rows) for rows in unfit]
     for refusal in refusals:

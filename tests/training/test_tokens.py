@@ -157,7 +157,7 @@ def test_tokens_of_another_matrix_and_of_chosen_genes(dataset):
 def test_tokens_are_a_dict_of_tensors(dataset):
     tokens = next(iter(zl.Loader(dataset, tokens=geneformer(), x=None, **SIZES))).tokens
     assert [*tokens] == ["input_ids", "values", "attention_mask", "lengths"]
-    with pytest.raises(MissingColumnError, match="the minibatch has no 'labls', only: input_ids, values"):
+    with pytest.raises(MissingColumnError, match="the minibatch has no 'labls' here, only: input_ids, values"):
         tokens["labls"]
     again = pickle.loads(pickle.dumps(tokens))
     assert all(torch.equal(again[name], tensor) for name, tensor in tokens.items())
@@ -297,8 +297,7 @@ REFUSED = {
     "no tokenizer": ({"tokens": "geneformer"}, "tokens must be a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT"),
     "no gene": (
         {"tokens": scgpt(genes_by=None)},
-        r"none of the 60 genes of X of \S+ is among the 55 genes of vocabulary: var_names has names such as 'gene 0'.*"
-        "ensembl_id has 55 names that vocabulary knows: give genes_by='ensembl_id'",
+        r"none of the 60 genes of X of \S+ is in the vocabulary: the dataset has names such as 'gene 0'.*genes_by",
     ),
     "no chosen gene": ({"tokens": scgpt(), "genes": [0, 1]}, "none of the 2 genes of X of"),
     "chosen genes, and transforms that need all": (
@@ -320,6 +319,9 @@ def test_what_does_not_fit_is_refused_when_the_loader_is_made(dataset, options, 
 def test_unknown_columns_are_refused(dataset, options):
     with pytest.raises(MissingColumnError, match=r"Did you mean 'ensembl_id'|Did you mean 'total'"):
         zl.Loader(dataset, tokens=geneformer(**options))
+    for each in options:
+        with pytest.raises(MissingColumnError, match="column 5"):
+            zl.Loader(dataset, tokens=geneformer(**{each: 5}))
 
 
 def test_negative_values_name_the_store_and_the_row(tmp_path):

@@ -17,7 +17,7 @@ from zloader.dataset.dataset import Dataset
 from zloader.order.plan import Plan
 from zloader.order.ranks import own_rank
 from zloader.order.resume import resumed
-from zloader.training.devices import copied
+from zloader.training.device import copied
 from zloader.training.loader import Loader, Minibatch
 
 try:

@@ -14,7 +14,7 @@ import torch
 
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
-from zloader.training.devices import copied
+from zloader.training.device import copied
 from zloader.training.epoch import Statistics
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_one_of
+from zloader.common.checks import is_number, require_one_of
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows
 from zloader.tokenizers.counts import known_genes, sort_down
-from zloader.tokenizers.tokenizer import BoundTokenizer, RaggedTokens, TokenOptions
-from zloader.tokenizers.vocabulary import (
-    GeneNames,
-    GeneTokens,
-    Given,
-    dictionary,
-    median,
-    name_of,
-    token_id,
-)
+from zloader.tokenizers.tokenizer import BoundTokenizer, TokenOptions
+from zloader.tokenizers.vocabulary import A_TOKEN, Given, dictionary, is_token
 
 _TARGET = 10_000.0
 _LENGTHS = {"v1": 2048, "v2": 4096}
 _OF_VERSION = "of the version"
+
+
+def _is_median(stored: Any) -> bool:
+    return is_number(stored) and 0 < stored < math.inf
+
+
+def _is_name(stored: Any) -> bool:
+    return isinstance(stored, str)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,7 +38,7 @@ class Geneformer(TokenOptions):
 
     >>> tokens = {"<pad>": 0, "<mask>": 1, "<cls>": 2, "<eos>": 3, "ENSG1": 4, "ENSG2": 5}
     >>> zl.tokenizers.Geneformer(tokens, {"ENSG1": 1.5, "ENSG2": 0.5})
-    Geneformer(version='v2', max_length=4096, 6 tokens)
+    Geneformer(max_length=4096, 6 tokens)
 
     The value of a gene is `count / n_counts * 10 000 / median`, in float64. Genes come by descending value, genes of
     equal values in the order of the matrix. Genes that are not in the token dictionary and zeros are left out. The
@@ -76,64 +78,57 @@ class Geneformer(TokenOptions):
     eos: str | int | None = field(default=_OF_VERSION, kw_only=True)
 
     pad_value: ClassVar[float] = 0
-    _dictionary, _shown = "token_dictionary", ("version", "max_length")
+    summed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_one_of(tuple(_LENGTHS), version=self.version)
-        self._put(token_dictionary=dictionary("token_dictionary", self.token_dictionary, token_id))
-        self._put(gene_medians=dictionary("gene_medians", self.gene_medians, median))
+        self._put(token_dictionary=dictionary("token_dictionary", self.token_dictionary, is_token, A_TOKEN))
+        self._put(gene_medians=dictionary("gene_medians", self.gene_medians, _is_median, "a number above 0"))
         if self.gene_mapping is not None:
-            self._put(gene_mapping=dictionary("gene_mapping", self.gene_mapping, name_of))
-        if self.n_counts is not None and not isinstance(self.n_counts, str):
-            raise OptionError(f"n_counts must be the name of an obs column, not {self.n_counts!r:.100}")
-        if self.max_length is None:
-            self._put(max_length=_LENGTHS[self.version])
+            self._put(gene_mapping=dictionary("gene_mapping", self.gene_mapping, _is_name, "a name (a string)"))
+        max_length = _LENGTHS[self.version] if self.max_length is None else self.max_length
+        self._put(max_length=max_length)
         for name in ("cls", "eos"):
             if getattr(self, name) == _OF_VERSION:
                 self._put(**{name: f"<{name}>" if self.version == "v2" else None})
-        self._check(cast("int", self.max_length))
+        self._check(max_length)
 
-    def _spelled(self, name: str) -> str:
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The token ids by name."""
+        return self.token_dictionary  # type: ignore[return-value]
+
+    def spelled(self, name: str) -> str:
         """The name in the token dictionary of a gene name. The reference looks up names in capitals."""
-        mapping = cast("dict[str, str] | None", self.gene_mapping)
-        names = self._tokens if mapping is None else mapping
+        mapping: Any = self.gene_mapping
+        names = self.tokens if mapping is None else mapping
         found = name if name in names else name.upper()
         return found if mapping is None else mapping.get(found, "")
 
-    def bind(self, genes: GeneNames) -> BoundTokenizer:
-        """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them, or lacks a median."""
-        bound = self._bound(genes, spelled=self._spelled, summed=True)
-        found: GeneTokens = bound["genes"]
-        medians = np.ones(len(genes.names))
-        known, missing = cast("dict[str, float]", self.gene_medians), []
-        for column in np.flatnonzero(found.slot_of >= 0).tolist():
-            name = self._spelled(str(genes.names[column]))
-            if name in known:
-                medians[column] = known[name]
-            else:
-                missing.append(name)
-        if missing:
+    def bind(self, names: Sequence[str | None], where: str) -> BoundTokenizer:
+        """As every tokenizer. Raises OptionError if a median is missing, too."""
+        bound, medians = super().bind(names, where), np.ones(len(names))
+        known: Any = self.gene_medians
+        found = {column: self.spelled(str(names[column])) for column in np.flatnonzero(bound.slot_of >= 0).tolist()}
+        if missing := [name for name in found.values() if name not in known]:
             raise OptionError(
-                f"gene_medians lacks {len(missing)} of the {found.n_known} genes that {genes.where} and the token "
-                f"dictionary have: {listed(missing, 3)}. Take the medians that belong to the token dictionary"
+                f"gene_medians lacks {len(missing)} of the {len(found)} genes that {where} and the token dictionary "
+                f"have: {listed(missing, 3)}. Take the medians that belong to the token dictionary"
             )
-        return _Ranking(**bound | {"genes": replace(found, median_of=medians)})
+        medians[list(found)] = [known[name] for name in found.values()]
+        return replace(bound, median_of=medians)
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Ranking(BoundTokenizer):
-    """Geneformer for the genes of a matrix."""
-
-    def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
+    def write(self, bound: BoundTokenizer, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: Any) -> int:
+        """Writes the tokens of some rows."""
         totals = np.empty(0) if totals is None else totals
         bad = np.flatnonzero((np.diff(x.indptr)[: len(totals)] > 0) & ~((totals > 0) & np.isfinite(totals)))
         if len(bad):
             raise OptionError(
-                f"obs column {self.options.n_counts!r} holds {totals[bad[0]]} in row {index[bad[0]]} of the dataset, "
-                "which has counts: give another column of totals, or n_counts=None to add up the row"
+                f"obs column {self.n_counts!r} holds {totals[bad[0]]} in row {index[bad[0]]} of the dataset, which has "
+                "counts: give another column of totals, or n_counts=None to add up the row"
             )
-        axis = (self.genes.slot_of, self.genes.token_of, self.genes.median_of)
-        special = (self.cls, self.eos, self.options.max_length)
+        axis = (bound.slot_of, bound.token_of, bound.median_of)
+        special: Any = (bound.cls, bound.eos, self.max_length)
         into = (out.ids, out.values, out.starts, out.lengths)
         return int(_rank((x.indptr, x.indices, x.values), totals.astype(np.float64), axis, special, into))
 

@@ -18,8 +18,8 @@ from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows
 from zloader.order.permutation import GOLDEN, key_of, mix_word
 from zloader.tokenizers.counts import known_genes, sort_down
-from zloader.tokenizers.tokenizer import BoundTokenizer, RaggedTokens, TokenOptions
-from zloader.tokenizers.vocabulary import GeneNames, Given, dictionary, token_id
+from zloader.tokenizers.tokenizer import BoundTokenizer, TokenOptions
+from zloader.tokenizers.vocabulary import A_TOKEN, Given, dictionary, is_token
 
 _U64 = np.uint64
 _TABLE = 4096  # smaller whole numbers are counted; the table fits into the L1 cache
@@ -198,7 +198,7 @@ class ScGPT(TokenOptions):
     """Tokens as scGPT's Preprocessor, tokenizer and DataCollator make them, for `zl.Loader(dataset, tokens=...)`.
 
     >>> zl.tokenizers.ScGPT({"<pad>": 0, "<cls>": 1, "ACTB": 2, "CD3E": 3}, max_length=600)
-    ScGPT(n_bins=51, max_length=600, 4 tokens)
+    ScGPT(max_length=600, 4 tokens)
 
     `minibatch.tokens.input_ids` has `cls` and then the row's nonzero genes that are in the vocabulary, in the order of
     the matrix. `values` (float32) has 0 for `cls`, and then the bin of each gene, from 1 to `n_bins` - 1. The edges of
@@ -240,10 +240,8 @@ class ScGPT(TokenOptions):
     eos: str | int | None = field(default=None, kw_only=True)
     pad_value: float = field(default=-2, kw_only=True)
 
-    _dictionary, _shown = "vocabulary", ("n_bins", "max_length")
-
     def __post_init__(self) -> None:
-        self._put(vocabulary=dictionary("vocabulary", self.vocabulary, token_id))
+        self._put(vocabulary=dictionary("vocabulary", self.vocabulary, is_token, A_TOKEN))
         if self.n_bins is not None:
             require_whole(2, n_bins=self.n_bins)
         require_flag(log1p=self.log1p, sample=self.sample)
@@ -256,21 +254,17 @@ class ScGPT(TokenOptions):
             raise OptionError(f"normalize must be a number above 0 or None, not {self.normalize!r}")
         self._check(self.max_length)
 
-    def bind(self, genes: GeneNames) -> BoundTokenizer:
-        """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them."""
-        return _Binning(**self._bound(genes))
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The token ids by name."""
+        return self.vocabulary  # type: ignore[return-value]
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Binning(BoundTokenizer):
-    """ScGPT for the genes of a matrix."""
-
-    def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
-        options: ScGPT = self.options
-        keys = np.array([key_of(self.seed, self.epoch, stream) for stream in (_CHOICE, _BINS)], np.uint64)
-        quantiles = np.empty(0) if options.n_bins is None else np.linspace(0, 1, options.n_bins - 1)
-        how = (quantiles, float(options.normalize or 0), options.log1p, options.sample, options.side == "both")
-        axis = (self.genes.slot_of, self.genes.token_of)
-        special = (self.cls, self.eos, options.max_length)
+    def write(self, bound: BoundTokenizer, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: Any) -> int:
+        """Writes the tokens of some rows."""
+        keys = np.array([key_of(bound.seed, bound.epoch, stream) for stream in (_CHOICE, _BINS)], np.uint64)
+        quantiles = np.empty(0) if self.n_bins is None else np.linspace(0, 1, self.n_bins - 1)
+        how = (quantiles, float(self.normalize or 0), self.log1p, self.sample, self.side == "both")
+        special = (bound.cls, bound.eos, self.max_length)
         into = (out.ids, out.values, out.starts, out.lengths)
-        return int(bin_rows((x.indptr, x.indices, x.values), (index, keys), axis, how, special, into))
+        rows = (x.indptr, x.indices, x.values)
+        return int(bin_rows(rows, (index, keys), (bound.slot_of, bound.token_of), how, special, into))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from zloader.common.checks import name_of_dtype, require_count
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
+from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows, TokenArrays
-from zloader.tokenizers.vocabulary import GeneNames, GeneTokens, gene_tokens, special_id
+from zloader.tokenizers.vocabulary import special_id
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TokenOptions:
+class TokenOptions(ABC):
     """Options of every tokenizer, which describes them."""
 
     x: str = "X"
@@ -26,31 +27,53 @@ class TokenOptions:
     dtype: Any = "int64"
     pad_to: int | None = None
 
-    _dictionary: ClassVar[str]  # the option with the token ids
-    _shown: ClassVar[tuple[str, ...]]  # the options in the repr
+    summed: ClassVar[bool] = False  # whether genes of the same token are summed
 
     def __repr__(self) -> str:
-        shown = [f"{name}={getattr(self, name)!r}" for name in self._shown]
-        return f"{type(self).__name__}({', '.join([*shown, f'{len(self._tokens)} tokens'])})"
+        return f"{type(self).__name__}(max_length={vars(self)['max_length']}, {len(self.tokens)} tokens)"
 
     @property
-    def _tokens(self) -> dict[str, int]:
-        return cast("dict[str, int]", getattr(self, self._dictionary))
+    @abstractmethod
+    def tokens(self) -> dict[str, int]:
+        """The token ids by name."""
 
-    @property
-    def _special(self) -> dict[str, int | None]:
-        """The ids of the padding, first and last token, or None."""
-        return {
-            name: special_id(name, getattr(self, name), self._tokens, self._dictionary)
-            for name in ("pad", "cls", "eos")
-        }
+    @abstractmethod
+    def write(self, bound: BoundTokenizer, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: Any) -> int:
+        """Writes the tokens of some rows. Returns the first row with a value that is no count, or -1."""
 
-    def _bound(self, genes: GeneNames, *, spelled: Callable[[str], str] = str, summed: bool = False) -> dict[str, Any]:
-        """The fields of a BoundTokenizer, as `gene_tokens` finds them."""
-        special = self._special
-        found = gene_tokens(genes, self._tokens, special, option=self._dictionary, spelled=spelled, summed=summed)
-        ids = {name: -1 if token is None else token for name, token in special.items()}
-        return {"options": self, "where": genes.where, "genes": found, **ids}
+    def spelled(self, name: str) -> str:
+        """The name in the vocabulary of a name in the dataset."""
+        return name
+
+    def special(self, name: str) -> int:
+        """The id of the token `pad`, `cls` or `eos`; -1 for none."""
+        return special_id(name, getattr(self, name), self.tokens)
+
+    def bind(self, names: Sequence[str | None], where: str) -> BoundTokenizer:
+        """The tokenizer for the genes of a matrix, which messages call `where`; a name may be missing.
+
+        Raises OptionError if no gene has a token, or if one has that of a special token.
+        """
+        found = [-1 if name is None else self.tokens.get(self.spelled(name), -1) for name in names]
+        token_of = np.array(found, np.int32).reshape(len(names))
+        known = np.flatnonzero(token_of >= 0)
+        if not len(known):
+            genes = [repr(name) for name in self.tokens if name[:1] not in "<["]
+            raise OptionError(
+                f"none of the {len(names)} genes of {where} is in the vocabulary: the dataset has names such as "
+                f"{listed(map(repr, names), 3)}, and the vocabulary such as {listed(genes, 3)}. Name "
+                "genes by a var column with genes_by=..., or open the dataset with the names of the vocabulary"
+            )
+        special: dict[str, Any] = {name: self.special(name) for name in ("pad", "cls", "eos")}
+        for name, token in special.items():
+            if token >= 0 and (token_of == token).any():
+                gene = names[int(np.argmax(token_of == token))]
+                raise OptionError(f"{name} has the id {token}, and so has the gene {gene!r}: give it another")
+        slot_of = np.where(token_of >= 0, np.arange(len(token_of)), -1).astype(np.int32)
+        if self.summed:
+            _, first, which = np.unique(token_of[known], return_index=True, return_inverse=True)
+            slot_of[known] = known[first][which]
+        return BoundTokenizer(options=self, where=where, slot_of=slot_of, token_of=token_of, **special)
 
     def _put(self, **values: Any) -> None:
         """Replaces fields, which only `__post_init__` may do."""
@@ -59,24 +82,16 @@ class TokenOptions:
 
     def _check(self, max_length: int) -> None:
         """Raises OptionError for unusable options. Rows have at most `max_length` tokens."""
-        special = self._special
-        if special["pad"] is None:
+        if self.special("pad") < 0:
             raise OptionError("pad must be the name or the id of a token, not None")
         require_count(max_length=max_length)
-        n_special = sum(special[name] is not None for name in ("cls", "eos"))
-        if max_length <= n_special:
-            raise OptionError(f"max_length={max_length} leaves no room for a gene beside {n_special} special tokens")
-        for name, value in (("x", self.x), ("genes_by", self.genes_by)):
-            if not isinstance(value, str) and not (value is None and name == "genes_by"):
-                raise OptionError(f"{name} must be a name (a string), not {value!r:.100}")
+        if max_length <= (self.special("cls") >= 0) + (self.special("eos") >= 0):
+            raise OptionError(f"max_length={max_length} leaves no room for a gene beside the special tokens")
         self._put(dtype=name_of_dtype(("int64", "int32"), dtype=self.dtype))
         if self.pad_to is not None:
             require_count(pad_to=self.pad_to)
             if self.pad_to < max_length:
-                raise OptionError(
-                    f"pad_to={self.pad_to} is shorter than rows of max_length={max_length} tokens: give a larger "
-                    "pad_to, or a smaller max_length"
-                )
+                raise OptionError(f"pad_to={self.pad_to} is shorter than rows of max_length={max_length} tokens")
 
 
 @compiled
@@ -124,20 +139,22 @@ class RaggedTokens:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BoundTokenizer(ABC):
+class BoundTokenizer:
     """A tokenizer for the genes of one matrix, and for one epoch. Any thread may call it.
 
-    `genes` has the tokens of the columns of the matrix, which messages call `where`. `pad`, `cls` and `eos` are the
-    padding, first and last token; -1 for no first or last token. `totals` returns the counts of each row of the
-    dataset, if they come from an obs column.
+    A column of the matrix has the slot `slot_of[column]`, or -1 if it has no token. Slots are columns: a column's own,
+    or the first one with the same token if such genes are summed. `token_of` and `median_of` are looked up by slot.
+    `totals` returns the counts of each row of the dataset, if they come from an obs column.
     """
 
     options: Any  # Geneformer or ScGPT
     where: str
-    genes: GeneTokens
+    slot_of: NDArray[np.int32]
+    token_of: NDArray[np.int32]
     pad: int
     cls: int
     eos: int
+    median_of: Any = None
     seed: int = 0
     epoch: int = 0
     totals: Callable[[], NDArray[Any]] | None = None
@@ -145,6 +162,11 @@ class BoundTokenizer(ABC):
     def at(self, seed: int, epoch: int) -> Self:
         """The tokenizer for an epoch of a loader with this seed."""
         return replace(self, seed=seed, epoch=epoch)
+
+    @property
+    def n_known(self) -> int:
+        """The columns with a token."""
+        return int(np.count_nonzero(self.slot_of >= 0))
 
     def n_bytes(self, lengths: Rows) -> int:
         """An upper bound for the bytes of the tokens of rows with so many values, before and after padding."""
@@ -167,7 +189,7 @@ class BoundTokenizer(ABC):
             lengths=np.zeros(len(starts) - 1, np.int64),
             tokenizer=self,
         )
-        bad = self._write(x, index, totals, out)
+        bad = self.options.write(self, x, index, totals, out)
         if bad >= 0:
             values = x.values[x.indptr[bad] : x.indptr[bad + 1]].astype(np.float64)
             wrong = values[~((values >= 0) & np.isfinite(values))][0]
@@ -177,7 +199,3 @@ class BoundTokenizer(ABC):
                 f"{type(self.options).__name__}(..., x='raw/X')"
             )
         return out
-
-    @abstractmethod
-    def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
-        """Writes the tokens of some rows. Returns the first row with a value that is no count, or -1."""

@@ -84,10 +84,6 @@ class PackedRows:
         begin, end = int(indptr[0]), int(indptr[-1])
         return PackedRows(indptr - begin, self.genes[begin:end], self.values[begin:end], self.n_genes)
 
-    def __iter__(self) -> Any:
-        """Raises OptionError, and so does `numpy.array`."""
-        _refuse("one row after another")
-
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         _refuse("an array")
 
@@ -175,9 +171,7 @@ class PackedRows:
 
     def _counted(self, stop: int) -> Any:
         """The numbers from 0 to `stop` where the rows are."""
-        if is_tensor(self.values):
-            return sys.modules["torch"].arange(stop, device=self.device)
-        return np.arange(stop)
+        return sys.modules["torch"].arange(stop, device=self.device) if is_tensor(self.values) else np.arange(stop)
 
     def __reduce__(self) -> Any:
         arrays = (self.indptr, self.genes, self.values)
@@ -193,13 +187,11 @@ class NumPy:
         """An array of one or several values per row, or of dense rows."""
         return values
 
-    def packed(self, x: CsrArrays) -> PackedRows:
+    def packed(self, x: CsrArrays) -> Any:
         """x in CSR form, with its values as they are."""
         return PackedRows(self.array(x.indptr), self.array(x.indices), self.array(x.values), x.n_genes)
 
-    def csr(self, x: CsrArrays) -> Any:
-        """x in CSR form, as layout "csr" has it."""
-        return self.packed(x)
+    csr = packed  # for layout "csr"
 
     def arrays(self, values: NDArray[Any], cuts: Sequence[int]) -> list[Any]:
         """The arrays of minibatches between successive cuts, each as `array` makes it."""
@@ -207,10 +199,10 @@ class NumPy:
 
     def x(self, layout: str, x: X, cuts: Sequence[int]) -> list[Any]:
         """A matrix of minibatches between successive cuts in its layout."""
-        if isinstance(x, CsrArrays):
-            made = {"scipy": as_scipy, "packed": self.packed}.get(layout, self.csr)
-            return [made(piece) for piece in csr_cut_apart(x, cuts)]
-        return self.arrays(x, cuts)
+        if not isinstance(x, CsrArrays):
+            return self.arrays(x, cuts)
+        made = {"scipy": as_scipy, "packed": self.packed}.get(layout, self.csr)
+        return [made(piece) for piece in csr_cut_apart(x, cuts)]
 
 
 def is_tensor(found: Any) -> bool:
@@ -221,11 +213,6 @@ def is_tensor(found: Any) -> bool:
 def is_sparse(found: Any) -> bool:
     """Whether it is a torch.sparse_csr tensor."""
     return is_tensor(found) and str(found.layout) == "torch.sparse_csr"
-
-
-def is_array(found: Any) -> bool:
-    """Whether it is a tensor, or an array of NumPy."""
-    return is_tensor(found) or isinstance(found, np.ndarray)
 
 
 def sparse_csr(indptr: torch.Tensor, genes: torch.Tensor, values: torch.Tensor, n_genes: int) -> torch.Tensor:
@@ -241,20 +228,14 @@ def _name_of(array: Any) -> str:
     return str(array.dtype).removeprefix("torch.")
 
 
-def _dtype(array: Any, name: str) -> Any:
-    """The dtype of that name, of torch for tensors."""
-    return getattr(sys.modules["torch"], name) if is_tensor(array) else np.dtype(name)
-
-
 def _cast(array: Any, name: str) -> Any:
     """A tensor or an array with the dtype of that name."""
-    dtype = _dtype(array, name)
-    return array.to(dtype) if is_tensor(array) else array.astype(dtype, copy=False)
+    return array.to(getattr(sys.modules["torch"], name)) if is_tensor(array) else array.astype(name, copy=False)
 
 
 def _seen_as(array: Any, name: str) -> Any:
     """The bits of a tensor or an array as another dtype."""
-    return array.view(_dtype(array, name))
+    return array.view(getattr(sys.modules["torch"], name) if is_tensor(array) else name)
 
 
 def _signed(array: Any) -> Any:
@@ -271,10 +252,7 @@ def _led_by(first: int, array: Any) -> Any:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise OptionError(
-        f"PackedRows cannot give {what}, only slices of rows that follow each other, such as x[2:5]: convert them "
-        "first, as in x.dense()[::2]"
-    )
+    raise OptionError(f"PackedRows cannot give {what}, only slices of rows that follow each other, such as x[2:5]")
 
 
 def _unpickled(bits: list[Any], names: list[str], n_genes: int) -> PackedRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import MinibatchArrays, Rows
-from zloader.training.arrays import is_array, is_sparse, is_tensor
+from zloader.training.arrays import is_sparse, is_tensor
 from zloader.training.minibatch import Minibatch
 
 BatchTransform = Callable[[Minibatch], Any]
@@ -42,14 +42,10 @@ class Made:
 
 def require_function(batch_transform: Any) -> None:
     """Raises OptionError for anything but a function, or None."""
-    if batch_transform is not None and not callable(batch_transform):
+    if batch_transform is not None and (not callable(batch_transform) or isinstance(batch_transform, type)):
         raise OptionError(
             f"batch_transform must be a function of a Minibatch, not {batch_transform!r:.100}: objects of "
             "zl.transforms go into the list transforms=[...]"
-        )
-    if isinstance(batch_transform, type):
-        raise OptionError(
-            f"batch_transform must be a function of a Minibatch, not the class {batch_transform.__name__}"
         )
 
 
@@ -98,16 +94,14 @@ def _called(function: BatchTransform, minibatch: Minibatch, rows: Rows) -> Any:
 def _bytes_of(value: Any, depth: int = _DEPTH) -> int:
     """Bytes of the tensors and arrays in an object, as far as they can be found."""
     if is_sparse(value):
-        return sum(part.nbytes for part in (value.crow_indices(), value.col_indices(), value.values()))
-    if is_array(value):
-        return 0 if is_tensor(value) and str(value.layout) != "torch.strided" else int(value.nbytes)
-    if not depth or isinstance(value, str | bytes):
+        value = value.crow_indices(), value.col_indices(), value.values()
+    if isinstance(value, np.ndarray) or (is_tensor(value) and str(value.layout) == "torch.strided"):
+        return int(value.nbytes)
+    if not depth:
         return 0
-    if is_dataclass(value):
-        return sum(_bytes_of(getattr(value, each.name), depth - 1) for each in fields(value))
+    parts: Any = value if isinstance(value, list | tuple) else ()
     if isinstance(value, Mapping):
-        return sum(_bytes_of(each, depth - 1) for each in value.values())
-    if isinstance(value, list | tuple):
-        return sum(_bytes_of(each, depth - 1) for each in value)
-    parts = [getattr(value, name, None) for name in ("data", "indices", "indptr")]  # of a SciPy matrix
-    return sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
+        parts = value.values()
+    elif is_dataclass(value) or "scipy" in type(value).__module__:
+        parts = vars(value).values()
+    return sum(_bytes_of(each, depth - 1) for each in parts)

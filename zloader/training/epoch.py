@@ -239,16 +239,6 @@ class RunningEpoch:
     uncount: Callable[[], None]
 
 
-def _next_of(bridge: Bridge[Any]) -> Any:
-    """The next item. In the records of torch.profiler, the range `zloader.wait` is the wait for it."""
-    # Asking takes 0.2 us. record_function takes tens of them, also if nothing records.
-    torch: Any = sys.modules.get("torch.profiler") and sys.modules["torch"]
-    if torch is None or not torch.autograd._profiler_enabled():
-        return next(bridge)
-    with torch.profiler.record_function("zloader.wait"):
-        return next(bridge)
-
-
 def _give_back(record: EpochRecord, uncount: Callable[[], None]) -> None:
     """Does not count an epoch of which the consumer has asked for the first minibatch only."""
     if record.requests <= 1 and not record.finished:
@@ -287,7 +277,7 @@ class EpochIterator(Iterator[Minibatch]):
         record = epoch.record
         record.requests += 1
         try:
-            arrays = _next_of(epoch.bridge)
+            arrays = next(epoch.bridge)
             minibatch = epoch.convert(arrays)
         except StopIteration:
             record.finished = not self._closed

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -41,8 +41,7 @@ from zloader.training.epoch import (
     worker_info,
 )
 from zloader.training.minibatch import Minibatch
-from zloader.training.recipes import LoaderRecipes, bound_companions
-from zloader.training.tokens import Tokenizer
+from zloader.training.recipes import LoaderRecipes, Tokenizer, bound_companions
 from zloader.transforms.transform import Transforms
 
 __all__ = ["Loader", "Minibatch"]
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     import torch.utils.data
 
     from zloader.training.arrays import Dtype
-    from zloader.training.devices import Device
+    from zloader.training.device import Device
 
     _Dataset: TypeAlias = torch.utils.data.IterableDataset[Minibatch]
 else:
@@ -187,15 +186,9 @@ class Loader(_Dataset):
         self._register()
 
     def __repr__(self) -> str:
-        """One line: the dataset, the size of minibatches, and the options that differ from their defaults."""
-        usual = {each.name: each.default for each in fields(self) if each.repr} | {"options": FetchOptions()}
-        usual |= {"dataset": self.dataset, "batch_size": None, "dtype": self.dtype and "float32"}
-        shown = [
-            f"{name}={reprlib.repr(getattr(self, name))}"
-            for name, default in usual.items()
-            if repr(getattr(self, name)) not in (repr(default), "()", "[]")
-        ]
-        return f"<Loader of {repr(self.dataset).partition(chr(10))[0]}: {', '.join(shown)}>"
+        """One line: the dataset, and the size of minibatches."""
+        dataset = repr(self.dataset).partition("\n")[0]
+        return f"<Loader of {dataset}: batch_size={self.batch_size}, fetch_factor={self.fetch_factor}>"
 
     @property
     def labels(self) -> dict[str, pd.Index | np.dtype[Any]]:
@@ -366,11 +359,11 @@ class Loader(_Dataset):
             bridge, record.counters = start(work)
             convert: Callable[[Any], Minibatch] = recipes.minibatch
             if lent is not None:
-                from zloader.training.delivery import Delivered, Delivery, deliver
+                from zloader.training.device import Delivery, deliver
 
                 delivery = Delivery(layout=self.layout, dtype=recipes.dtype)
                 bridge = deliver(bridge, lent, delivery, recipes.minibatch, self.options.ready_bytes)
-                convert = Delivered.taken
+                convert = methodcaller("take")
             undo.pop_all()
             return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
 

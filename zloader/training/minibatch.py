@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.messages import listed, printable, suggestion
 from zloader.common.records import MinibatchArrays, Rows
-from zloader.training.arrays import NumPy, PackedRows, is_array, is_sparse, is_tensor
+from zloader.training.arrays import NumPy, PackedRows, is_sparse, is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -23,13 +23,16 @@ class ByName(dict[str, Any]):
     """Tensors of obs columns, obsm arrays or tokens. A name that was not loaded raises MissingColumnError."""
 
     def __missing__(self, name: Any) -> NoReturn:
-        raise MissingColumnError(
-            f"the minibatch has no {name!r}, only: {listed(self)}{suggestion(name, self) or '.'} A Loader loads the "
-            "obs columns and obsm arrays that its options obs=[...] and obsm=[...] name."
+        raise MissingColumnError(self._lacking(name))
+
+    def _lacking(self, name: Any) -> str:
+        return (
+            f"the minibatch has no {name!r} here, only: {listed(map(str, self))}{suggestion(name, map(str, self))}. "
+            "A Loader loads minibatch.obs[...] and minibatch.obsm[...] as its options obs=[...] and obsm=[...] say."
         )
 
 
-class Minibatch(dict[str, Any]):
+class Minibatch(ByName):
     """The rows of one training step, as tensors, or as the arrays of the loader's `framework`.
 
     It is a dict whose entries are attributes, too: `minibatch["x"]` is `minibatch.x`, and `model(**minibatch)` gets
@@ -83,10 +86,7 @@ class Minibatch(dict[str, Any]):
         def __getattr__(self, name: str) -> Any:
             if name in self:
                 return self[name]
-            known = [each for each in self if isinstance(each, str)]
-            raise AttributeError(
-                f"the minibatch has no {name!r}; it has: {listed(known)}{suggestion(name, known)}", name=name, obj=self
-            )
+            raise AttributeError(self._lacking(name), name=name, obj=self)
 
         def __setattr__(self, name: str, value: Any) -> None:
             self[name] = value
@@ -95,18 +95,12 @@ class Minibatch(dict[str, Any]):
     __ne__ = object.__ne__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
-    def __missing__(self, name: Any) -> NoReturn:
-        for group in ("obs", "obsm"):
-            if name in self.get(group, ()):
-                raise MissingColumnError(f"{name!r} is a column of {group}: write minibatch.{group}[{name!r}]")
-        raise MissingColumnError(f"the minibatch has no {name!r}; it has: {listed(self)}{suggestion(name, self)}")
-
     def __len__(self) -> int:
         return len(self.get("index", ()))
 
     def __repr__(self) -> str:
-        """The number of rows, then a line for each entry: the dtypes and shapes of its tensors."""
-        lines = (f"    {name}: {shown}" for name, value in self.items() if (shown := _shown(value)))
+        """The number of rows, then a line for each entry: its dtype and shape, or its names."""
+        lines = (f"    {name}: {_shown(value)}" for name, value in self.items())
         return "\n".join([f"Minibatch of {len(self)} rows", *lines])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Minibatch:
@@ -155,18 +149,11 @@ for _name in (
 
 
 def _shown(value: Any) -> str:
-    """The dtypes and shapes of the tensors in an entry of a minibatch, in one line."""
-    if isinstance(value, Minibatch):
-        return f"a Minibatch of {len(value)} rows"
     if isinstance(value, dict):
-        return ", ".join(f"{printable(name)} {_shown(each)}" for name, each in value.items())
-    if not is_array(value):
-        return " ".join(repr(value).split())
-    words = [str(value.dtype), "x".join(map(str, value.shape))]
-    if is_tensor(value):
-        words += [str(value.layout)] if is_sparse(value) else []
-        words += [] if value.device.type == "cpu" else [f"on {value.device}"]
-    return " ".join(words).replace("torch.", "")
+        return printable(", ".join(map(str, value)))
+    if isinstance(value, PackedRows) or not hasattr(value, "dtype"):
+        return repr(value)
+    return f"{value.dtype} {'x'.join(map(str, value.shape))}"
 
 
 def minibatches_of(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zloader.common.checks import name_of_dtype, names_of, one_or_more, require_one_of
 from zloader.common.compiled import load_compiler
-from zloader.common.errors import OptionError
+from zloader.common.deferred import pd
+from zloader.common.errors import MissingColumnError, OptionError
+from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
@@ -23,14 +27,20 @@ from zloader.reading import gather
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.reading.rehearsal import EPOCHS_IN_NUMPY, IN_NUMPY
+from zloader.tokenizers.geneformer import Geneformer
+from zloader.tokenizers.scgpt import ScGPT
+from zloader.tokenizers.tokenizer import BoundTokenizer
 from zloader.training.arrays import NumPy
 from zloader.training.batch_transform import BatchTransform, Made, made, require_function
 from zloader.training.minibatch import Minibatch, minibatches_of
-from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.transform import Transforms, transforms_of
 
 if TYPE_CHECKING:
-    from zloader.training.delivery import LentMemory
+    from zloader.training.device import LentMemory
+
+Tokenizer: TypeAlias = Geneformer | ScGPT
+
+log = logging.getLogger("zloader")
 
 LAYOUTS = ("csr", "dense", "packed", "scipy")
 DTYPES = ("float32", "float64", "int32", "int64")
@@ -64,7 +74,14 @@ class LoaderRecipes:
         require_one_of(LAYOUTS, layout=self.layout)
         require_one_of(["torch", "numpy"], framework=self.framework)
         self.dtype = usable_dtype(self.dtype, self.layout)
-        self._require_form()
+        self._arrays = NumPy()
+        if self.framework == "torch":  # imported before workers are forked, if minibatches have tensors
+            from zloader.training.device import usable_device
+            from zloader.training.tensors import Torch
+
+            self._arrays, self.device = Torch(), usable_device(self.device, self.layout)
+        elif self.device is not None:
+            raise OptionError(f"NumPy has no devices: leave device={self.device!r:.100} out, or take framework='torch'")
         require_function(self.batch_transform)
         self._require_parts()
         self.tokenizer = bound_tokenizer(self.tokens, self.dataset)
@@ -87,24 +104,6 @@ class LoaderRecipes:
         self._load_loops()
         self._told: set[str] = set()  # obs columns with missing labels
 
-    def _require_form(self) -> None:
-        """Finds the arrays of minibatches, and their device: a thread sends them there ahead, where x takes its layout.
-
-        Raises OptionError. torch is imported if minibatches have tensors, before workers are forked.
-        """
-        if self.framework == "numpy":
-            if self.device is not None:
-                raise OptionError(
-                    f"NumPy has no devices: leave device={self.device!r:.100} out, or take framework='torch'"
-                )
-            self._arrays = NumPy()
-            return
-        from zloader.training.devices import usable_device
-        from zloader.training.tensors import Torch
-
-        self.device = usable_device(self.device, self.layout)
-        self._arrays = Torch()
-
     def _require_parts(self) -> None:
         """Brings the names of parts into lists. Raises an error for one that the dataset lacks or that is no tensor."""
         self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
@@ -112,7 +111,10 @@ class LoaderRecipes:
         self.x = self.x if self.x is None or isinstance(self.x, str) else self.names  # an iterator is used up
         self.loaded = list(self.names)  # and that of the tokens
         if self.tokens is not None:
-            require_tokenizer(self.tokens)
+            if not isinstance(self.tokens, Geneformer | ScGPT):
+                raise OptionError(
+                    f"tokens must be a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, not {self.tokens!r:.100}"
+                )
             self.loaded += [self.tokens.x] if self.tokens.x not in self.loaded else []
         self.dataset.observations.require_usable(self.obs)
         self.dataset.observations.arrays.require(self.obsm)
@@ -146,8 +148,7 @@ class LoaderRecipes:
         """The memory of the device in which an epoch is gathered, if there is a device."""
         if self.device is None:
             return None
-        from zloader.training.delivery import LentMemory
-        from zloader.training.devices import opened
+        from zloader.training.device import LentMemory, opened
 
         return LentMemory(opened(self.device))
 
@@ -237,44 +238,36 @@ class LoaderRecipes:
         """The minibatches between cuts of arrays, with the companions and the sets that the sampling gives."""
         if self.companions is None and not isinstance(self.order, SetOrder):
             return self._plain(arrays, cuts)
-        return list(map(self._with_sets, gather.cut_apart(arrays, cuts)))
+        return list(map(self._with_more, gather.cut_apart(arrays, cuts)))
 
     def _plain(self, arrays: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch]:
         layout = self.layout if self.device is None else "packed"  # x takes its layout on the device
         return minibatches_of(self._arrays, layout, self.x, arrays, self.dataset.positions(arrays.index), cuts)
 
-    def _with_sets(self, arrays: MinibatchArrays) -> Minibatch:
-        """The minibatch of arrays whose rows are followed by their companions."""
-        more: dict[str, Any] = {}
-        if self.companions is not None:
-            arrays, more = self._with_companions(self.companions, arrays)
+    def _with_more(self, arrays: MinibatchArrays) -> Minibatch:
+        """The minibatch of arrays whose rows are followed by their controls, and then by their neighbours."""
+        more = self.companions
+        controls, neighbors = (None, None) if more is None else (more.controls, more.neighbors)
+        n_rows = len(arrays.index) // (1 if more is None else 1 + more.per_row)
+        first = n_rows * (1 if controls is None else 1 + controls.n)
+        minibatch = self._between(arrays, 0, n_rows)
+        if controls is not None:
+            minibatch.control = self._between(arrays, n_rows, first)
+        if neighbors is not None:
+            minibatch.neighbors = self._between(arrays, first, len(arrays.index))
+            minibatch.neighbor_weights = self._arrays.array(neighbors.weights_of(arrays.index[:n_rows]))
         if isinstance(self.order, SetOrder):
             assert arrays.sets is not None
-            sets = arrays.sets - arrays.sets[0]
-            first = arrays.index[np.flatnonzero(np.diff(sets, prepend=-1))]
+            sets = arrays.sets[:n_rows] - arrays.sets[0]
+            leading = arrays.index[np.flatnonzero(np.diff(sets, prepend=-1))]
             group = {name: self.dataset.whole.obs_column(name) for name in self.order.group}
-            more["set_of_row"] = self._arrays.array(sets)
-            more["group"] = {name: column.labels_of(first) for name, column in group.items()}
-        return Minibatch(self._only(arrays), **more)
+            minibatch.set_of_row = self._arrays.array(sets)
+            minibatch.group = {name: column.labels_of(leading) for name, column in group.items()}
+        return minibatch
 
-    def _with_companions(
-        self, companions: Companions, arrays: MinibatchArrays
-    ) -> tuple[MinibatchArrays, dict[str, Any]]:
-        """The rows without their companions, and the fields that these become."""
-        n_rows = len(arrays.index) // (1 + companions.per_row)
-        more: dict[str, Any] = {}
-        first = n_rows
-        if companions.controls is not None:
-            first += n_rows * companions.controls.n
-            more["control"] = self._only(gather.cut(arrays, n_rows, first))
-        if companions.neighbors is not None:
-            more["neighbors"] = self._only(gather.cut(arrays, first, len(arrays.index)))
-            weights = companions.neighbors.weights_of(arrays.index[:n_rows])
-            more["neighbor_weights"] = self._arrays.array(weights)
-        return gather.cut(arrays, 0, n_rows), more
-
-    def _only(self, arrays: MinibatchArrays) -> Minibatch:
-        (minibatch,) = self._plain(arrays, (0, len(arrays.index)))
+    def _between(self, arrays: MinibatchArrays, first: int, last: int) -> Minibatch:
+        part = arrays if last - first == len(arrays.index) else gather.cut(arrays, first, last)
+        (minibatch,) = self._plain(part, (0, len(part.index)))
         return minibatch
 
 
@@ -294,14 +287,45 @@ def bound_companions(
     )
 
 
+def bound_tokenizer(tokens: Tokenizer | None, dataset: Dataset) -> BoundTokenizer | None:
+    """The tokenizer `tokens`, if there is one, for the genes of a dataset.
+
+    Raises OptionError or MissingColumnError if they do not fit together.
+    """
+    if tokens is None:
+        return None
+    if (by := tokens.genes_by) is None:
+        names = pd.Series(dataset.matrices.gene_names(tokens.x))
+    else:
+        var = dataset.matrices.var_of(tokens.x)
+        if by not in var.columns:
+            has = f"{listed(var.columns)}{suggestion(by, map(str, var.columns))}"
+            raise MissingColumnError(f"var of {dataset.url} has no column {by!r} to name genes by; it has: {has}")
+        names = pd.Series(var[by])
+    known = [None if missing else str(name) for name, missing in zip(names, names.isna(), strict=True)]
+    bound = tokens.bind(known, f"{tokens.x} of {dataset.url}")
+    if isinstance(tokens, Geneformer) and tokens.n_counts is not None:
+        dataset.observations.require_usable([tokens.n_counts])
+        _totals(dataset, tokens.n_counts)
+        bound = replace(bound, totals=partial(_totals, dataset, tokens.n_counts))
+    message = "tokens: %d of the %d genes of %s are in the vocabulary"
+    log.info(message, bound.n_known, len(known), bound.where)
+    return bound
+
+
+def _totals(dataset: Dataset, column: str) -> NDArray[Any]:
+    """The total counts of all rows of the whole dataset."""
+    found = dataset.whole.obs_column(column)
+    if found.categories is not None or found.values.dtype == bool:
+        raise OptionError(f"n_counts={column!r} must be an obs column of numbers: this one holds labels")
+    return np.asarray(found.values)
+
+
 def usable_dtype(dtype: Any, layout: str) -> str | None:
     """The name of a dtype; None for the stored dtypes of "packed". Raises OptionError if x cannot have it."""
     if layout == "packed":
         if dtype is not None:
-            raise OptionError(
-                f"layout='packed' has the stored dtypes: leave dtype={dtype!r:.100} out, and give it to "
-                "minibatch.x.csr, dense or padded"
-            )
+            raise OptionError("layout='packed' has the stored dtypes: give minibatch.x.csr, dense or padded the dtype")
         return None
     if "float16" in str(dtype):
         raise OptionError(
