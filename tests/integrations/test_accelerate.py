@@ -254,19 +254,12 @@ def test_accelerate_takes_minibatches_for_batches(dataset: zl.Dataset) -> None:
         assert type(send_to_device(minibatch, torch.device("cpu"), non_blocking=True)) is zl.Minibatch
 
 
-def other_device(loader: zl.Loader) -> zl.Loader:
-    loader.device = "cuda:1"  # as if there were two
-    return loader
-
-
 WRONG = {
     "a DataLoader": (lambda d: DataLoader(zl.Loader(d), batch_size=None), {}, "a zl.Loader, not DataLoader"),
     "a dataset": (lambda d: d, {}, "a zl.Loader, not Dataset"),
     "another rank": (lambda d: zl.Loader(d, rank=1, world_size=2), {}, "rank 1 of 2, but this is process 0 of 1"),
     "not its rank": (zl.Loader, {"num_processes": 2}, r"rank 0 of 1, .* process 0 of 2 .*world_size=accelerator\."),
     "uneven": (lambda d: zl.Loader(d, rank=1, world_size=4), {"num_processes": 4, "process_index": 1}, "drop_last"),
-    "another device": (lambda d: other_device(zl.Loader(d)), {}, "'cuda:1', but the accelerator's device is 'cpu'"),
-    "no tensors": (lambda d: zl.Loader(d, layout="scipy"), {"device": torch.device("meta")}, "no tensors"),
     "tensor parallel": (zl.Loader, {"parallelism_config": SimpleNamespace(non_data_parallel_size=2)}, "same rows"),
 }
 
@@ -278,13 +271,6 @@ def test_wrong_uses_are_refused(dataset: zl.Dataset, accelerator: Accelerator, n
         setattr(accelerator.state, attribute, value)
     with pytest.raises(OptionError, match=message):
         prepare(accelerator, make(dataset))
-
-
-def test_split_batches_is_refused_for_several_processes(dataset: zl.Dataset) -> None:
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-    accelerator.state.num_processes = 2
-    with pytest.raises(OptionError, match="batch_size=64 of a Loader is per process"):
-        prepare(accelerator, zl.Loader(dataset, rank=0, world_size=2))
 
 
 @pytest.mark.parametrize("options", [{"drop_last": True}, {"batch_size": 1, "fetch_factor": 8}, {}], ids=str)

@@ -38,8 +38,8 @@ def prepare(accelerator: Accelerator, loader: Loader) -> PreparedLoader:
 
     `batch_size` is the number of rows per process. `dispatch_batches` of the accelerator has no effect.
 
-    Raises OptionError if the ranks or devices of loader and accelerator differ, or if the last minibatches of the
-    processes would differ in size although the accelerator has `even_batches`.
+    Raises OptionError if the ranks of loader and accelerator differ, or if the last minibatches of the processes would
+    differ in size although the accelerator has `even_batches`.
     """
     if isinstance(loader, PreparedLoader):
         loader = loader.loader
@@ -48,9 +48,7 @@ def prepare(accelerator: Accelerator, loader: Loader) -> PreparedLoader:
             f"prepare takes a zl.Loader, not {type(loader).__name__}: give it the Loader itself. It reads in threads "
             "and needs no DataLoader around it"
         )
-    _require_same_ranks(accelerator, loader)
-    _require_even_minibatches(accelerator, loader)
-    _require_device(accelerator, loader)
+    _require_fitting(accelerator, loader)
     for registered in accelerator._custom_objects:
         if isinstance(registered, PreparedLoader) and registered.loader is loader:
             return registered
@@ -152,13 +150,13 @@ def _last_rows(plan: Plan, n_processes: int) -> int:
     return 0 if uneven else rows * n_processes
 
 
-def _require_same_ranks(accelerator: Accelerator, loader: Loader) -> None:
+def _require_fitting(accelerator: Accelerator, loader: Loader) -> None:
+    """Raises OptionError if processes would train on the wrong rows, or wait for each other forever."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
         raise OptionError(
-            "prepare gives every process other rows, but this accelerator has several processes per copy of the model "
-            "(tensor, context or sequence parallelism), which need the same rows: iterate over "
-            "zl.Loader(rank=..., world_size=...) with the number of the copy, and move minibatches to the device"
+            "prepare gives every process other rows, but this accelerator has several processes per copy of the model, "
+            "which need the same rows: iterate over zl.Loader(rank=..., world_size=...) with the number of the copy"
         )
     place = own_rank(loader.rank, loader.world_size)
     index, processes = accelerator.process_index, accelerator.num_processes
@@ -167,14 +165,6 @@ def _require_same_ranks(accelerator: Accelerator, loader: Loader) -> None:
             f"the loader is for rank {place.rank} of {place.world_size}, but this is process {index} of {processes} of "
             "the accelerator: give zl.Loader(rank=accelerator.process_index, world_size=accelerator.num_processes)"
         )
-    if accelerator.split_batches and processes > 1:
-        raise OptionError(
-            f"split_batches=True divides minibatches, but batch_size={loader.batch_size} of a Loader is per process: "
-            "give zl.Loader(batch_size=...) the rows of one process, and leave split_batches out"
-        )
-
-
-def _require_even_minibatches(accelerator: Accelerator, loader: Loader) -> None:
     plan = loader.plan(0)
     full = plan.drop_last or plan.batch_size == 1
     if accelerator.even_batches and not full and plan.n_rows % plan.world_size:
@@ -182,18 +172,4 @@ def _require_even_minibatches(accelerator: Accelerator, loader: Loader) -> None:
             f"{plan.n_rows} rows do not divide evenly among {plan.world_size} processes, so their last minibatches "
             "differ by a row, and accelerator.gather would hang or fail there: give zl.Loader drop_last=True, or set "
             "accelerator.even_batches = False if you gather no rows"
-        )
-
-
-def _require_device(accelerator: Accelerator, loader: Loader) -> None:
-    device = accelerator.device
-    if device.type != "cpu" and loader.layout == "scipy" and accelerator.device_placement:
-        raise OptionError(
-            f"layout={loader.layout!r} has no tensors to move to {device}: take layout='csr', 'dense' or 'packed', or "
-            "Accelerator(device_placement=False)"
-        )
-    if isinstance(loader.device, str) and loader.device not in (str(device), device.type):
-        raise OptionError(
-            f"the loader delivers to {loader.device!r}, but the accelerator's device is '{device}': give "
-            "zl.Loader(device=accelerator.device), or leave device out"
         )

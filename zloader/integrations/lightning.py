@@ -155,14 +155,7 @@ class DataModule(pl.LightningDataModule):
         if isinstance(train, Loader) and train in [*flat["val"], *flat["test"], *flat["predict"]]:
             raise OptionError("the Loader of train is also given for evaluation: make another Loader for that")
 
-    def __repr__(self) -> str:
-        def rows(given: Any) -> Any:
-            return getattr(given["dataset"] if isinstance(given, Mapping) else given.dataset, "n_obs", "?")
-
-        stages = {name: _each(given, rows, name) for name, given in self._given.items() if given is not None}
-        return f"DataModule({', '.join(f'{name}: {found} rows' for name, found in stages.items())})"
-
-    __str__ = __repr__  # Lightning's takes minibatches for DataLoaders
+    __str__ = object.__repr__  # Lightning's takes minibatches for DataLoaders
 
     def train_dataloader(self) -> Any:
         """The training Loader, with the Trainer's epochs."""

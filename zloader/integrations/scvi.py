@@ -26,35 +26,34 @@ try:
 except ImportError as error:
     raise ImportError(f'zloader.integrations.scvi needs scvi-tools ({error}): pip install "zloader[scvi]"') from error
 
-from zloader.common.checks import names_of, require_one_of
+from zloader.common.checks import names_of
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.locks import cached_property
 from zloader.common.machine import require_memory
-from zloader.common.messages import warn_user
+from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, Rows
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.elements import load_anndata, modality_of
 from zloader.dataset.matrices import as_scipy, used_categories
 from zloader.dataset.views import Condition
 from zloader.integrations.lightning import EvaluationEpochs, TrainingEpochs, rank_of
+from zloader.order.sampling import Sampling
 from zloader.selecting.rows import positions_of
 from zloader.training.arrays import PackedRows
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
+from zloader.transforms.transform import Transforms
 
 __all__ = ["as_anndata", "attach"]
 
 Tensors = dict[str, Any]
 
-_LOADER_OPTIONS = ("fetch_factor", "sampling", "transforms", "options")
-# What scvi-tools and its users give to data loaders, beside the rows. A Loader needs only the last three.
+# What scvi-tools and its users give to data loaders, and a Loader does not need.
 _WITHOUT_EFFECT = ("num_workers", "persistent_workers", "pin_memory", "distributed_sampler", "drop_dataset_tail")
-_DATA_LOADER_OPTIONS = (*_WITHOUT_EFFECT, "load_sparse_tensor", "prefetch_factor", "batch_size", "n_samples_per_label")
 _ALONE = {"rank": 0, "world_size": 1}  # options of a Loader for all rows in one process
 _FEW = 20  # rows that are looked at to see whether they are counts
 _BLOCK = 2**28  # bytes of rows that are summed at once
-_MANY_READS = 200  # after which a model seems not to be attached
 
 
 class _Dense(np.ndarray[Any, Any]):
@@ -78,7 +77,6 @@ class StoredRows(scipy.sparse.csr_matrix):  # type: ignore[misc]
     def __init__(self, dataset: Dataset, name: str) -> None:
         self.dataset, self.name = dataset, name
         self._shape = (dataset.n_obs, dataset.matrices.n_genes(name))
-        self._reads = 0
 
     @cached_property
     def data(self) -> NDArray[Any]:
@@ -101,12 +99,6 @@ class StoredRows(scipy.sparse.csr_matrix):  # type: ignore[misc]
         found = positions_of(rows if isinstance(rows, slice) else np.ravel(rows), self.shape[0], pd.Index)
         n_bytes = int(len(found) * self.dataset.matrices.row_bytes(self.name))
         require_memory(n_bytes, f"{len(found)} rows of {self.name} in memory", "give the model fewer rows at once")
-        self._reads += 1
-        if self._reads == _MANY_READS:
-            warn_user(
-                f"{self.name} of {self.dataset.url} is read in many small pieces, which is slow: give the model to "
-                "zloader.integrations.scvi.attach before it trains or predicts, and indices in ascending order"
-            )
         x = self.dataset.read_rows(found, x=self.name)
         x = as_scipy(x) if isinstance(x, CsrArrays) else x.view(_Dense)
         return x[:, columns if isinstance(columns, slice) else np.ravel(columns)]
@@ -116,11 +108,8 @@ class StoredRows(scipy.sparse.csr_matrix):  # type: ignore[misc]
         if axis not in (1, -1):
             return super().sum(axis, **options)
         size = max(1, int(_BLOCK / max(1, self.dataset.matrices.row_bytes(self.name))))
-        reads, sums = self._reads, [np.zeros(0)]
-        for first in range(0, self.shape[0], size):
-            sums.append(np.asarray(self[first : first + size].sum(axis=1)).ravel())
-            self._reads = reads
-        return np.concatenate(sums[1:] or sums)[:, None]
+        blocks = (self[first : first + size] for first in range(0, self.shape[0], size))
+        return np.concatenate([np.zeros(0), *(np.asarray(block.sum(axis=1)).ravel() for block in blocks)])[:, None]
 
     def toarray(self, *_: Any, **__: Any) -> NDArray[Any]:
         """All rows, if they fit in memory."""
@@ -193,7 +182,16 @@ def _part(dataset: Dataset, obs: pd.DataFrame, prefix: str, x: str, obsm: dict[s
 
 
 @answers
-def attach(model: Any, *, validation: Dataset | Condition | None = None, seed: int = 0, **loader_options: Any) -> Any:
+def attach(
+    model: Any,
+    *,
+    validation: Dataset | Condition | None = None,
+    seed: int = 0,
+    fetch_factor: int = 256,
+    sampling: Sampling | str | None = None,
+    transforms: Transforms = (),
+    options: FetchOptions | None = None,
+) -> Any:
     """The model of scvi-tools itself, which reads the matrices of `as_anndata` with Loaders from now on.
 
     Call it after a model was made, loaded, or made of another, and before it trains or predicts. Everything else is as
@@ -204,13 +202,11 @@ def attach(model: Any, *, validation: Dataset | Condition | None = None, seed: i
     - `validation`: the rows for validation, instead of the split of `train`: a view of the dataset, such as
       `dataset.split([0.9, 0.1], by="donor")[1]`, or a condition, such as `"donor == 'd1'"`. Others are for training.
     - `seed`: decides the order of the rows. Each further training has orders of its own.
-    - `loader_options`: further options of zl.Loader: fetch_factor, sampling, transforms, options.
+    - `fetch_factor`, `sampling`, `transforms`, `options`: as in zl.Loader.
 
     Under several processes, each reads its own rows. A minibatch of a single row, with which batch normalisation cannot
     train, does not occur: if there would be one, other rows are left out in each epoch. Raises OptionError.
     """
-    for name in loader_options:
-        require_one_of(_LOADER_OPTIONS, **{"an option of attach": name})
     manager = getattr(model, "adata_manager", None)
     if manager is None or not _stored(manager):
         raise OptionError(
@@ -218,11 +214,13 @@ def attach(model: Any, *, validation: Dataset | Condition | None = None, seed: i
         )
     dataset = _dataset_of(manager)
     held_out = None if validation is None else dataset.rows_of(validation).mask()
-    _require_usable(manager, dataset, every_modality=isinstance(model, TOTALVI))
-    options = {"seed": seed, **loader_options}
-    _loader(manager, np.arange(dataset.n_obs), batch_size=2, device=torch.device("cpu"), **_ALONE, **options)  # raises
-    model._data_loader_cls = functools.partial(_in_order, model, {**options, "sampling": None})
-    model._data_splitter_cls = _splitter(type(model)._data_splitter_cls, held_out, options)
+    if isinstance(model, TOTALVI):
+        _require_every_modality(manager, dataset)
+    of_loaders: dict[str, Any] = {"seed": seed, "fetch_factor": fetch_factor, "sampling": sampling}
+    of_loaders |= {"transforms": transforms, "options": options or FetchOptions()}
+    _loader(manager, np.arange(dataset.n_obs), batch_size=2, device=torch.device("cpu"), **_ALONE, **of_loaders)
+    model._data_loader_cls = functools.partial(_in_order, model, {**of_loaders, "sampling": None})
+    model._data_splitter_cls = _splitter(type(model)._data_splitter_cls, held_out, of_loaders)
     return model
 
 
@@ -236,18 +234,9 @@ def _dataset_of(manager: Any) -> Dataset:
     return next(iter(_stored(manager).values())).dataset
 
 
-def _require_usable(manager: Any, dataset: Dataset, *, every_modality: bool) -> None:
-    key = "extra_continuous_covs"
-    for name, values in (manager.get_from_registry(key) if key in manager.data_registry else pd.DataFrame()).items():
-        wrong = np.flatnonzero(~np.isfinite(values.to_numpy(float)))
-        if len(wrong):
-            raise OptionError(
-                f"obs column {name!r} is {values.iloc[wrong[0]]} in {len(wrong)} rows, such as row {wrong[0]}: "
-                "one such value makes every weight of the model NaN. Fill it in, or take the other rows with "
-                "dataset.where(...)"
-            )
+def _require_every_modality(manager: Any, dataset: Dataset) -> None:
     modalities = list(dict.fromkeys(filter(None, (modality_of(each.name) for each in _stored(manager).values()))))
-    for modality in modalities if every_modality else ():
+    for modality in modalities:
         lacking = np.flatnonzero(~dataset.present(modality))
         if len(lacking):
             raise OptionError(
@@ -385,8 +374,6 @@ def _splitter(base: Any, held_out: NDArray[np.bool_] | None, options: dict[str, 
                     raise OptionError(f"attach(validation=...) gives the rows for validation: leave {given[0]} out")
                 split["external_indexing"] = [np.flatnonzero(~held_out), np.flatnonzero(held_out)]
             super().__init__(manager or adata_manager, **split)
-            for name in self.data_loader_kwargs:
-                require_one_of(_DATA_LOADER_OPTIONS, **{"an option in datasplitter_kwargs": name})
             self._training = next(trainings)
 
         def setup(self, stage: str | None = None) -> None:
