@@ -176,5 +176,5 @@ def test_repeated_names_cannot_be_matched(store):
     statistics = GeneStatistics(genes=names, mean=numbers, variance=numbers, nonzero=numbers.astype(int), n_obs=9)
     assert statistics.of(names, "X") is statistics
     assert statistics.of(pd.Index(["b"]), "X").mean.tolist() == [1.0]
-    with pytest.raises(OptionError, match=r"1 genes of X have repeated names \(a\)"):
+    with pytest.raises(OptionError, match=r"lack, or have more than once, 1 of \d genes of X: a"):
         statistics.of(pd.Index(["b", "a"]), "X")

@@ -249,7 +249,6 @@ REFUSED = {
     "flavor": ({"flavor": "seurat_v4"}, "flavor must be one of 'seurat_v3', 'seurat', 'cell_ranger'"),
     "top": ({"n_top_genes": 0}, "n_top_genes must be a whole number of at least 1"),
     "no top": ({"n_top_genes": None}, "ranks genes: say how many"),
-    "limits": ({"flavor": "seurat", "min_mean": 1, "max_disp": 3}, "leaves min_mean, max_disp unused"),
     "bins": ({"flavor": "seurat", "n_bins": 0}, "n_bins must be a whole number"),
     "span": ({"x": COUNTS, "span": 0.001}, "the loess of flavor='seurat_v3' fails for these rows, in which"),
     "few genes": ({"x": COUNTS, "genes": [0, 1]}, "too few genes for a local fit"),

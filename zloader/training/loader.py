@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -159,24 +159,13 @@ class Loader(_Dataset):
         )
         self._companions = bound_companions(self.controls, self.neighbors, self.dataset, self._order)
         # How this loader makes minibatches, in this process or in another that has a copy.
-        self.recipes = LoaderRecipes(
-            dataset=self.dataset,
-            sampling=self._wanted_sampling,
-            order=self._order,
-            companions=self._companions,
-            x=self.x,
-            obs=self.obs,
-            obsm=self.obsm,
-            tokens=self.tokens,
-            transforms=self.transforms,
-            batch_transform=self.batch_transform,
-            framework=self.framework,
-            layout=self.layout,
-            dtype=self.dtype,
-            device=self.device,
-            seed=self.seed,
-            options=self.options,
-        )
+        bound: dict[str, Any] = {
+            "sampling": self._wanted_sampling,
+            "order": self._order,
+            "companions": self._companions,
+        }
+        given = {each.name: getattr(self, each.name) for each in fields(LoaderRecipes) if each.name not in bound}
+        self.recipes = LoaderRecipes(**bound, **given)
         made = self.recipes
         self.x, self.obs, self.obsm, self.dtype, self.device = made.x, made.obs, made.obsm, made.dtype, made.device
         self._progress = Progress(in_workers=self.framework == "torch")

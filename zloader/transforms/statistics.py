@@ -7,7 +7,7 @@ step subtracts numbers that are nearly equal, so means that are large compared w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,30 +61,19 @@ class GeneStatistics:
         """
         if names.equals(self.genes):
             return self
-        repeated = names[names.isin(self.genes[self.genes.duplicated()]) | names.duplicated()]
-        if len(repeated):
+        wrong = names[~names.isin(self.genes) | names.isin(self.genes[self.genes.duplicated()]) | names.duplicated()]
+        if len(wrong):
             raise OptionError(
-                f"{len(repeated)} genes of {where} have repeated names ({listed(repeated, 3)}), so their statistics "
-                "cannot be matched by name: give arrays, as in Scale(mean=..., std=...)"
+                f"the statistics lack, or have more than once, {len(wrong)} of {len(names)} genes of {where}: "
+                f"{listed(wrong, 3)}: compute them from a dataset with these genes, or give arrays, as in "
+                f"Scale(mean=..., std=...){suggestion(wrong[0], self.genes)}"
             )
-        positions = self.genes.get_indexer_for(names)
-        missing = names[positions < 0]
-        if len(missing):
-            raise OptionError(
-                f"the statistics lack {len(missing)} of {len(names)} genes of {where}: {listed(missing, 3)}: compute "
-                f"them from a dataset with these genes{suggestion(missing[0], self.genes)}"
-            )
-        return self.at(positions)
+        return self.at(self.genes.get_indexer_for(names))
 
     def at(self, positions: NDArray[np.int64]) -> GeneStatistics:
         """The statistics of the genes at these positions."""
-        return GeneStatistics(
-            genes=self.genes[positions],
-            mean=self.mean[positions],
-            variance=self.variance[positions],
-            nonzero=self.nonzero[positions],
-            n_obs=self.n_obs,
-        )
+        of = {name: getattr(self, name)[positions] for name in ("genes", "mean", "variance", "nonzero")}
+        return replace(self, **of)
 
 
 @compiled

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from zloader.common.checks import is_number, require_at_least, require_count, re
 from zloader.common.compiled import compiled
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
-from zloader.common.messages import listed
 from zloader.common.records import CsrArrays
 from zloader.transforms.statistics import Numbers
 
@@ -46,18 +45,14 @@ class Choosing:
     def __post_init__(self) -> None:
         require_one_of(FLAVORS, flavor=self.flavor)
         require_count(n_bins=self.n_bins)
-        limits = {name: getattr(self, name) for name in ("min_mean", "max_mean", "min_disp", "max_disp")}
-        require_at_least(-math.inf, **limits)
+        names = ("min_mean", "max_mean", "min_disp", "max_disp")
+        require_at_least(-math.inf, **{name: getattr(self, name) for name in names})
         if not is_number(self.span) or not 0 < self.span <= 1:
             raise OptionError(f"span is a share of the genes, above 0 and at most 1, not {self.span!r}")
-        if self.n_top_genes is None:
-            if self.of_counts:
-                raise OptionError("flavor='seurat_v3' ranks genes: say how many to choose, as in n_top_genes=2000")
-            return
-        require_count(n_top_genes=self.n_top_genes)
-        given = [each.name for each in fields(self) if each.name in limits and limits[each.name] != each.default]
-        if given:
-            raise OptionError(f"n_top_genes={self.n_top_genes} leaves {listed(given)} unused: give n_top_genes=None")
+        if self.n_top_genes is not None:
+            require_count(n_top_genes=self.n_top_genes)
+        elif self.of_counts:
+            raise OptionError("flavor='seurat_v3' ranks genes: say how many to choose, as in n_top_genes=2000")
 
     @property
     def of_counts(self) -> bool:
