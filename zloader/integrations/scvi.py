@@ -109,7 +109,8 @@ class StoredRows(scipy.sparse.csr_matrix):  # type: ignore[misc]
             return super().sum(axis, **options)
         size = max(1, int(_BLOCK / max(1, self.dataset.matrices.row_bytes(self.name))))
         blocks = (self[first : first + size] for first in range(0, self.shape[0], size))
-        return np.concatenate([np.zeros(0), *(np.asarray(block.sum(axis=1)).ravel() for block in blocks)])[:, None]
+        sums = [np.asarray(block.sum(axis=1)).ravel() for block in blocks]
+        return np.concatenate(sums or [np.zeros(0)])[:, None]
 
     def toarray(self, *_: Any, **__: Any) -> NDArray[Any]:
         """All rows, if they fit in memory."""
