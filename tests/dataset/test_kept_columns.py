@@ -167,11 +167,6 @@ def test_taken_rows_of_an_array_are_read_without_the_others(tmp_path, store):
     np.testing.assert_array_equal(without_cache.obsm["pca"], ADATA.obsm["pca"][rows])
 
 
-def test_obs_without_x(tmp_path, store):
-    dataset = zl.open_dataset(store, cache=tmp_path)
-    check_epoch(loader_of(dataset, x=None), ADATA)
-
-
 @pytest.mark.slow
 def test_whole_columns_after_a_part_of_an_epoch(tmp_path, store):
     dataset = zl.open_dataset(store, cache=tmp_path)
@@ -212,15 +207,6 @@ def test_columns_that_are_not_in_the_mirror_cannot_be_read_offline(tmp_path, sto
     offline = zl.open_dataset(store, cache=tmp_path, offline=True)
     with pytest.raises(ReadError, match=r"obsm/pca/c/\d+.*the store was opened offline"):
         check_epoch(loader_of(offline, obs=[], obsm=["pca"]), ADATA)
-
-
-def test_labels(tmp_path, store):
-    dataset = zl.open_dataset(store, cache=tmp_path)
-    loader = loader_of(dataset)
-    assert list(dataset.categories("cell_type")) == list(loader.labels["cell_type"]) == ["a", "b", "c", "never used"]
-    assert loader.labels["n_counts"] == np.float32
-    assert loader.labels["maybe"] == np.float64
-    pd.testing.assert_index_equal(loader.labels["cell_type"], zl.open_dataset(store).obs_column("cell_type").labels)
 
 
 @pytest.mark.slow
@@ -416,13 +402,6 @@ def test_several_stores_are_read_once(tmp_path, sim):
     again.obs()
     again.take([1, 200])
     assert not [entry["path"] for entry in server.log[before:] if "/obs" in entry["path"]]
-
-
-def test_a_view_and_its_controls(tmp_path, store):
-    dataset = zl.open_dataset(store, cache=tmp_path)
-    view = dataset.where("lane < 3")
-    seen = [check(minibatch, ADATA) for minibatch in loader_of(view)]
-    assert sorted(np.concatenate(seen)) == np.flatnonzero(ADATA.obs["lane"] < 3).tolist()
 
 
 @pytest.mark.every(4)

@@ -16,7 +16,6 @@ import scipy.sparse
 from helpers import counts, dense, of_genes, write_store
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 import zloader as zl
 from zloader.common.errors import OptionError, StoreChangedError
@@ -253,13 +252,6 @@ def test_a_panel_is_pickled(folder, tmp_path):
     write_store(source(seed=5), tmp_path / "a.zarr", tmp_path, overwrite=True)
     with pytest.raises(StoreChangedError, match="has changed since it was opened"):
         pickle.loads(pickled)
-
-
-def test_workers_get_the_panel(dataset):
-    loader = zl.Loader(dataset[:, SOME], layout="dense", **SIZES)
-    found = list(DataLoader(loader, batch_size=None, num_workers=1))
-    x = np.concatenate([minibatch.x for minibatch in found])
-    np.testing.assert_array_equal(x, dense(ADATA[:, SOME].X)[np.concatenate([each.index for each in found])])
 
 
 def test_statistics_of_a_panel_are_those_of_its_genes(dataset):

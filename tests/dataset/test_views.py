@@ -552,14 +552,6 @@ def test_weights_labels_and_indices_are_those_of_the_views_rows(dataset):
         zl.Loader(view, sampling=zl.BlockWeightedSampling(np.ones(N), block_size=4), **SIZES)
 
 
-@pytest.mark.every(4)
-def test_layouts_of_a_view(dataset):
-    view = dataset.where("donor == 'd10'")
-    for layout in ("dense", "scipy"):
-        loader = zl.Loader(view, layout=layout, **SIZES)
-        np.testing.assert_array_equal(np.sort(epoch(loader)), view.row_numbers)
-
-
 @pytest.mark.any_version
 @pytest.mark.slow
 def test_a_worker_that_is_spawned_yields_the_view(urls, tmp_path):
