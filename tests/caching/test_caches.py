@@ -339,16 +339,6 @@ def test_processes_share_one_limit(store, tmp_path, form):
     assert 1_000_000 < watch.most <= 2_000_000
 
 
-@pytest.mark.every(9)
-@EVERY_FORM
-@pytest.mark.parametrize("limit", ["1KB", "100KB", "350KB"])
-def test_a_limit_below_one_fetch_disables_the_mirror(store, tmp_path, limit, form):
-    cache = Cache(directory=tmp_path / "cache", max_bytes=limit, form=form)
-    for _ in range(2):
-        assert _epoch(_loader(store, cache)).rows == ROWS
-    assert cache_bytes(cache.directory) <= max(cache.most, 40_000)  # the directory and its description
-
-
 def test_min_free_bytes_are_left_free(store, tmp_path):
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
@@ -390,17 +380,6 @@ def test_a_mirror_in_use_is_never_dropped(store, tmp_path):
     assert not entry.directory.exists()
 
 
-def test_dropping_keeps_files_that_zloader_did_not_create(store, tmp_path):
-    _epoch(_loader(store, tmp_path))
-    (entry,) = mirrors(tmp_path)
-    (entry.directory / "thesis.txt").write_text("precious")
-    (tmp_path / "precious").write_text("precious")
-    (entry.directory / "obs.npy").symlink_to(tmp_path / "precious")
-    assert drop(entry.directory)
-    assert {path.name for path in entry.directory.iterdir()} == {"thesis.txt", "obs.npy"}
-    assert (tmp_path / "precious").read_text() == "precious"
-
-
 @pytest.mark.every(3)
 @EVERY_FORM
 def test_a_directory_that_is_deleted_while_in_use_does_no_harm(store, tmp_path, form):
@@ -412,16 +391,6 @@ def test_a_directory_that_is_deleted_while_in_use_does_no_harm(store, tmp_path, 
     assert sum(map(len, iterator)) == ROWS - 32
     assert _epoch(loader).rows == ROWS
     assert _epoch(_loader(store, cache)).rows == ROWS
-
-
-@pytest.mark.parametrize(("form", "max_bytes"), [("raw", "1.5MB"), ("compact", "1MB")])
-def test_warm_caches_whole_rows_if_not_all_fit(store, tmp_path, monkeypatch, form, max_bytes):
-    monkeypatch.setattr(sys.modules["zloader.dataset.warm"], "_WINDOW_BYTES", 50_000)
-    dataset = zl.open_dataset(store, cache=Cache(tmp_path, max_bytes=max_bytes, form=form))
-    assert warm(dataset).full
-    (entry,) = mirrors(tmp_path)
-    arrays = inspect_mirror(entry).arrays
-    assert 0.2 < arrays["X"].share < 0.9
 
 
 def _raw_bytes(x) -> int:
@@ -504,21 +473,6 @@ def test_a_mirror_on_a_read_only_disk_is_used(store, tmp_path, form):
 
 
 # ---- changed objects, and offline use
-
-
-def test_changed_objects_get_a_new_mirror(store, tmp_path, caplog):
-    copy = tmp_path / "bucket" / "copy.zarr"
-    shutil.copytree(store, copy)
-    _epoch(_loader(copy, tmp_path / "cache"))
-    other = counts(ROWS, 400, density=0.4, seed=11)
-    shutil.rmtree(copy)
-    _convert(other, copy)
-    loader = _loader(copy, tmp_path / "cache")
-    (record,) = (each for each in caplog.records if "have no label" not in each.message)
-    assert "stale" in record.getMessage()
-    for minibatch in loader:
-        check_minibatch(minibatch, other)
-    assert loader.statistics().gets
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import zloader as zl
-from zloader.caching.directory import cache_bytes, drop, mirrors
+from zloader.caching.directory import cache_bytes, mirrors
 from zloader.caching.inspection import inspect_mirror, verify
 from zloader.common import page_cache
 from zloader.common.errors import CorruptChunkError
@@ -465,15 +465,6 @@ def copied(full, tmp_path):
     return tmp_path / "copy", full[1]
 
 
-def held(cache: Path) -> dict[str, int]:
-    (mirror,) = mirrors(cache)
-    return {
-        name: array.chunks_held
-        for name, array in inspect_mirror(mirror).arrays.items()
-        if name.startswith("X") and "indptr" not in name
-    }
-
-
 def present_blocks(cache: Path) -> list[tuple[int, int]]:
     """The first byte of each block, and the byte after its last."""
     (path,) = files_of(cache, "index")
@@ -509,22 +500,6 @@ def test_a_flipped_byte_of_any_block_is_noticed(store, copied, where, caplog):
         flip(rows, begin if where == "first" else end - 1)
     check_after_damage(store, cache, genes)
     assert caplog.text.count("differs from its checksum") >= len(blocks)  # two fetches may find the same one
-
-
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(share=st.floats(0, 1, exclude_max=True), block=st.integers(0, 9), change=st.integers(1, 255))
-def test_verify_finds_any_flipped_byte(full, tmp_path_factory, share, block, change):
-    cache = tmp_path_factory.mktemp("flipped")
-    shutil.copytree(full[0], cache, dirs_exist_ok=True)
-    (rows,), blocks = files_of(cache, "rows"), present_blocks(cache)
-    block %= len(blocks)
-    begin, end = blocks[block]
-    flip(rows, begin + int(share * (end - begin)), change)
-    (mirror,) = mirrors(cache)
-    (problem,) = verify(mirror.directory)
-    assert problem.endswith(f": 1 of {len(blocks)} blocks differ from their checksums")
-    assert sum(held(cache).values()) == len(blocks) - 1
-    assert verify(mirror.directory) == []
 
 
 @pytest.mark.every(5)
@@ -682,26 +657,6 @@ def test_a_mirror_is_inspected_and_verified(full):
     seen = []
     assert verify(mirror.directory, seen.append) == []
     assert sum(seen) == inspected.bytes_held + inspected.kept_bytes
-
-
-def test_dropping_a_mirror_leaves_nothing(copied):
-    cache, _ = copied
-    (mirror,) = mirrors(cache)
-    assert files_of(cache, "rows")
-    assert drop(mirror.directory)
-    assert not mirror.directory.exists()
-
-
-def test_a_mirror_that_is_not_in_use_makes_room(store, tmp_path):
-    whole = tmp_path / "whole"
-    zl.warm(opened(store, compact(whole)))
-    other = tmp_path / "other.zarr"
-    shutil.copytree(store, other)
-    cache = compact(tmp_path / "cache", max_bytes=int(1.5 * cache_bytes(whole)) + 300_000)
-    for url in (store, other):
-        assert zl.warm(opened(url, cache)).full is False
-    (mirror,) = mirrors(cache.directory)
-    assert mirror.url == str(other)
 
 
 def test_only_sparse_matrices_are_coded(store):

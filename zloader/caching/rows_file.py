@@ -330,15 +330,6 @@ def sizes_in(words: NDArray[np.uint64]) -> Rows:
     return (words >> np.uint64(32)).astype(np.int64) * _UNIT
 
 
-def open_file(path: Path) -> int:
-    """Opens a file for reading and writing; read-only if it cannot be opened for writing."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(path, os.O_RDWR | flags)
-    except OSError:
-        return os.open(path, os.O_RDONLY | flags)
-
-
 def map_file(file: int, n_bytes: int, access: int, advice: int = mmap.MADV_NORMAL) -> mmap.mmap | bytes:
     """Memory-maps a file. An empty file, which cannot be mapped, gives b""."""
     if not n_bytes:
@@ -420,12 +411,10 @@ def _open(directory: MirrorDirectory, path: Path, index_path: Path, form: RowFor
 def _opened(path: Path, index_path: Path, form: RowForm) -> _Opened | None:
     """Opens rows, raw or coded. None if they or their index are missing, or if it is not one of such rows."""
     with contextlib.suppress(FileNotFoundError, ValueError), contextlib.ExitStack() as stack:
-        file = open_file(path)
-        stack.callback(os.close, file)
-        index = open_file(index_path)
-        stack.callback(os.close, index)
-        access = mmap.ACCESS_WRITE if os.access(index_path, os.W_OK) else mmap.ACCESS_READ
-        header, blocks = mapped_index(index_path, index, access)
+        writable = os.access(index_path, os.W_OK)
+        both = (opened(each, os.O_RDWR if writable else os.O_RDONLY) for each in (path, index_path))
+        file, index = map(stack.enter_context, both)
+        header, blocks = mapped_index(index_path, index, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         found = next((each for each in form.raw_and_coded if (_header(index_path, each) == header).all()), None)
         if found is not None and os.fstat(file).st_nlink:
             return os.dup(file), blocks, found

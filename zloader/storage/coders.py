@@ -9,7 +9,7 @@ import bz2
 import contextlib
 import lzma
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numcodecs
@@ -128,15 +128,8 @@ def require_packages(names: Iterable[str], path: str) -> None:
     plain_names = [name.removeprefix(PREFIX) for name in names]
     if "pickle" in plain_names:
         raise FormatError(f"{path} is encoded with pickle, which is not read because it could run any code")
-    if missing := missing_package(plain_names):
-        raise FormatError(f"{path} {missing}")
-
-
-def missing_package(names: Collection[str]) -> str:
-    """What is said of an array with codecs of these names that need a package that is not installed, or empty."""
-    if PCODEC not in names or has_pcodec():
-        return ""
-    return f"is encoded with pcodec, which is not installed: {INSTALL_PCODEC}"
+    if PCODEC in plain_names and not has_pcodec():
+        raise FormatError(f"{path} is encoded with pcodec, which is not installed: {INSTALL_PCODEC}")
 
 
 def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> tuple[list[Any], bool]:
