@@ -150,7 +150,7 @@ def test_take_keeps_any_order_and_a_view_does_not(dataset: zl.Dataset) -> None:
     assert view.take([-1, 0]).obs_names.tolist() == ADATA.obs_names[[19, 10]].tolist()
     assert view[2:4].row_numbers.tolist() == [12, 13]
     assert view.take(ADATA.obs_names[15]).obs_names.tolist() == [ADATA.obs_names[15]]
-    with pytest.raises(OptionError, match="no row with the obs name"):
+    with pytest.raises(OptionError, match="rows are not in the dataset"):
         view.take(ADATA.obs_names[25])
 
 

@@ -143,11 +143,11 @@ def test_a_panel_is_a_view_and_knows_its_dataset(dataset):
         ([], "selects no gene"),
         (slice(7, 7), "selects no gene"),
         (slice("gene 1", None), "a slice of genes must hold whole numbers"),
-        ([True, False], "a mask of 2 values, but"),
+        ([True, False], "a mask over all 30 genes of var of"),
         (pd.Series(ADATA.var["chosen"][::-1]), "a mask of other genes than var of .*value 0 is that of 'gene 29'"),
         (30, "gene 30 does not exist"),
-        ({"gene 3"}, "a set has no order"),
-        (None, "must be a list of names or positions"),
+        ({"gene 3"}, "genes must be a list, because it orders"),
+        (None, "genes must be a slice, a mask, a list of positions or of names"),
     ],
 )
 def test_genes_that_cannot_be_a_panel(dataset, genes, message):
@@ -160,7 +160,7 @@ def test_what_a_panel_lacks_is_said(dataset):
     for genes, message in {
         "gene 1": r"1 of 1 genes are not in the panel of 4 genes of var of .*names such as 'gene 20', 'gene 3'",
         4: r"the panel of 4 genes of var of .* has genes 0 to 3",
-        tuple(ADATA.var["chosen"]): r"a mask of 30 values, but the panel of 4 genes",
+        tuple(ADATA.var["chosen"]): r"a mask over all 4 genes of the panel of 4 genes",
     }.items():
         with pytest.raises(OptionError, match=message):
             panel[:, genes]

@@ -67,11 +67,11 @@ def test_other_rows(rows: Any, wanted: list[int]) -> None:
         ([N], f"row {N} does not exist: the dataset has rows 0 to {N - 1}"),
         (-N - 1, f"row {-N - 1} does not exist"),
         (np.array([2**63], np.uint64), "does not exist"),
-        ([True] * 3, f"a mask over all {N} rows, not one of shape"),
-        (["cell 4", "cel 3"], "no row with the obs name 'cel 3'. Did you mean 'cell 3'"),
-        ("AAACCC", "no row with the obs name 'AAACCC': the obs names are like 'cell 0', 'cell 1', 'cell 2'"),
+        ([True] * 3, f"a mask over all {N} rows of the dataset, not one of shape"),
+        (["cell 4", "cel 3"], "1 of 2 rows are not in the dataset: 'cel 3'. .* Did you mean 'cell 3'"),
+        ("AAACCC", "1 of 1 rows are not in the dataset: 'AAACCC'. Its rows have names such as 'cell 0', 'cell 1'"),
         *[
-            (rows, "rows must be a slice, a mask, row numbers or obs names")
+            (rows, "rows must be a slice, a mask, a list of positions or of names")
             for rows in (1.5, [1.5], None, True, b"x", object(), {1, 2}, {"a": 1}, [[1]], [[1], [2, 3]], [1, "a"], ...)
         ],
         ([(1, 2), (3, 4)], "in one dimension"),

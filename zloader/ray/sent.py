@@ -1,8 +1,4 @@
-"""What travels between a stream and its tasks: pickles without copies, arrays that stay writable, and errors.
-
-Many exceptions do not survive pickling: those with arguments of their own, or with a lock. So an error travels as bytes
-that may fail to be unpickled, and as text. Neither its traceback nor its cause is part of a pickle: the text has both.
-"""
+"""What travels between a stream and its tasks: pickles without copies, arrays that stay writable, and errors."""
 
 from __future__ import annotations
 
@@ -17,9 +13,6 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import ProducerError
 from zloader.common.messages import printable_lines
-
-_MOST_BYTES = 1 << 20  # of a pickled error
-_MOST_TEXT = 10_000  # characters
 
 
 def pickled(value: Any) -> NDArray[np.uint8]:
@@ -57,49 +50,19 @@ def writable(value: Any) -> Any:
     return value
 
 
-@dataclasses.dataclass(frozen=True)
-class CarriedError:
-    """An error as a pickle, or b"" and why there is none; its last line, its traceback, and where it was raised."""
+def sendable(error: Exception) -> Exception:
+    """An error as a task sends it: itself, or its text as a ProducerError. Its note names the task and its lines.
 
-    stored: bytes
-    why: str
-    said: str
-    trace: str
-    where: str
-
-    def opened(self) -> BaseException:
-        """The error, or else a ProducerError that says the same. Its note names the task and has the traceback."""
-        error, why = None, self.why
-        if self.stored:
-            try:
-                error = ray.cloudpickle.loads(self.stored)
-            except (Exception, SystemExit) as met:  # noqa: BLE001 -- it runs code of the error's class
-                why = repr(met)
-        if not isinstance(error, BaseException):
-            error = ProducerError(
-                *self.said.split("\n"), f"(This is the text of an error that does not survive pickling: {why:.1000})"
-            )
-        error.add_note(f"raised by a task{self.where}:\n{self.trace}")
-        return error
-
-
-def carried(error: BaseException) -> CarriedError:
-    """An error in a form that other processes can read."""
-    stored, why = b"", ""
+    Many exceptions do not survive pickling, such as those with arguments of their own, or with a lock. Neither the
+    traceback nor the cause of one is part of a pickle.
+    """
+    trace = printable_lines("".join(traceback.format_exception(error)))
+    said = printable_lines("".join(traceback.format_exception_only(error)).strip())
+    where = f"on Ray node {ray.get_runtime_context().get_node_id()}, process {os.getpid()}"
     try:
-        stored = ray.cloudpickle.dumps(error)
-        if len(stored) > _MOST_BYTES:
-            stored, why = b"", f"its pickle takes {len(stored)} bytes, and at most {_MOST_BYTES} are sent"
-    except Exception as met:  # noqa: BLE001 -- it runs code of the error's class
-        why = repr(met)
-    said, trace = traceback.format_exception_only(error), traceback.format_exception(error)
-    return CarriedError(stored, why, _shortened(said), _shortened(trace), _where())
-
-
-def _where() -> str:
-    return f", on Ray node {ray.get_runtime_context().get_node_id()}, process {os.getpid()}"
-
-
-def _shortened(lines: list[str]) -> str:
-    text = printable_lines("".join(lines).strip())
-    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT // 2]} ... {text[-_MOST_TEXT // 2 :]}"
+        survives = isinstance(ray.cloudpickle.loads(ray.cloudpickle.dumps(error)), type(error))
+    except (Exception, SystemExit):  # noqa: BLE001 -- it runs code of the error's class
+        survives = False
+    sent = error if survives else ProducerError(said)
+    sent.add_note(f"raised by a task, {where}:\n{trace}")
+    return sent

@@ -27,7 +27,7 @@ from zloader.common.errors import OptionError, ProducerError
 from zloader.common.keywords import answers
 from zloader.common.machine import keep_freed_memory
 from zloader.order.plan import Plan, Remaining
-from zloader.ray.sent import CarriedError, carried, pickled, unpickled, writable
+from zloader.ray.sent import pickled, sendable, unpickled, writable
 from zloader.reading.bridge import Bridge, Channel
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.recipe import Recipe
@@ -210,8 +210,8 @@ class _Epoch:
                 return True, None
             fetch = self._begun[0]
             value = self._value_of(fetch)
-        if isinstance(value, CarriedError):
-            raise value.opened()
+        if isinstance(value, Exception):
+            raise value
         if isinstance(value, Counters):
             self._end(fetch, value)
             return False, None
@@ -339,7 +339,7 @@ def _epoch_of(plan: NDArray[np.uint8], recipes: LoaderRecipes) -> tuple[Plan, Re
 
 def _make(
     ids: tuple[str, str], recipes: NDArray[np.uint8], plan: NDArray[np.uint8], remaining: Remaining
-) -> Iterator[Sequence[Any] | Counters | CarriedError]:
+) -> Iterator[Sequence[Any] | Counters | Exception]:
     """Yields the groups of minibatches of what remains of a fetch, then what was counted; or an error at its place."""
     try:
         opened, buffers = _once(ids[0], lambda: _loader_of(recipes))
@@ -352,8 +352,8 @@ def _make(
                 if len(group) > (error is not None):
                     yield group[: len(group) - (error is not None)]
                 if error is not None:
-                    yield carried(error)
+                    yield sendable(error)
                     return
         yield scheduler.counters
     except Exception as error:  # noqa: BLE001 -- raised by the training process
-        yield carried(error)
+        yield sendable(error)

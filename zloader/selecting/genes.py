@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,13 +12,11 @@ from numpy.typing import NDArray
 from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.locks import cached_property
-from zloader.common.messages import suggestion
 from zloader.common.records import Rows
-from zloader.selecting.rows import range_of
+from zloader.selecting.rows import positions_of
 
 Genes: TypeAlias = "Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series | slice"
 GeneChoice: TypeAlias = "Genes | Mapping[str, Genes] | int | str"  # as an index, where one gene needs no list
-_SHOWN = 3  # genes named in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,88 +65,22 @@ def choose_genes(genes: Genes, *, n_stored: int, names: Callable[[], pd.Index], 
     names their place in messages. Raises OptionError for genes that do not exist, are listed more than once, or are
     ambiguous, for a mask of other genes, and for an empty choice.
     """
-    given = pd.Index(range_of(genes, n_stored, "genes") if isinstance(genes, slice) else _as_index(genes))
-    positions: Rows | list[int]
-    if len(given) and pd.api.types.is_bool_dtype(given.dtype) and not given.hasnans:
-        positions = _of_mask(given.to_numpy(bool), n_stored, where)
-        if isinstance(genes, pd.Series) and isinstance(genes.index[0], str):
-            _require_names(genes.index, names(), where)
-    elif len(given) and pd.api.types.is_integer_dtype(given.dtype) and not given.hasnans:
-        positions = _of_positions(given, n_stored, where)
-    elif all(isinstance(name, str) for name in given):
-        positions = _of_names(list(given), names(), where)
-    else:
-        raise OptionError(f"genes must be names, positions or a mask of booleans, not {given.dtype}: {_first(given)}")
+    if isinstance(genes, str | int | Set):
+        raise OptionError(f"genes must be a list, because it orders the columns of x: write [...], not {genes!r:.100}")
+    positions = positions_of(genes, n_stored, names, of="gene", where=where)
     if not len(positions):
         raise OptionError("genes selects no gene: choose at least one")
-    return ChosenGenes(positions=np.asarray(positions, np.int64), n_stored=n_stored)
-
-
-def _as_index(genes: Genes) -> pd.Index:
-    if isinstance(genes, str):
-        raise OptionError(f"genes must be a list of genes: write [{genes!r}]")
-    if isinstance(genes, Set):
-        raise OptionError(
-            "genes must be a list, because it orders the columns of x, and a set has no order: write sorted(...)"
-        )
-    try:
-        return pd.Index(genes)
-    except (TypeError, ValueError) as error:
-        raise OptionError(
-            f"genes must be a list of names or positions, or a mask that says which genes, not {genes!r:.100}"
-        ) from error
-
-
-def _of_mask(mask: NDArray[np.bool_], n_stored: int, where: str) -> Rows:
-    if len(mask) != n_stored:
-        raise OptionError(
-            f"genes is a mask of {len(mask)} values, but {where} has {n_stored} genes: give one value per gene"
-        )
-    return np.flatnonzero(mask)
-
-
-def _require_names(of_mask: pd.Index, names: pd.Index, where: str) -> None:
-    """Raises OptionError for a mask of other genes, or of these in another order."""
-    differs = next((at for at, pair in enumerate(zip(of_mask, names, strict=True)) if pair[0] != pair[1]), None)
-    if differs is not None:
-        raise OptionError(
-            f"genes is a mask of other genes than {where}, or of these in another order: value {differs} is that of "
-            f"{of_mask[differs]!r}, but the gene is {names[differs]!r}. Write mask.reindex(dataset.var_names)"
-        )
-
-
-def _of_positions(positions: pd.Index, n_stored: int, where: str) -> list[int]:
-    wrong = positions[(positions < 0) | (positions >= n_stored)]
-    if len(wrong):
-        raise OptionError(f"gene {_first(wrong)} does not exist: {where} has genes 0 to {n_stored - 1}")
-    _refuse_repeats(positions)
-    return [int(position) for position in positions]
-
-
-def _of_names(chosen: list[str], names: pd.Index, where: str) -> list[int]:
-    position_of = {name: position for position, name in enumerate(names)}
-    unknown = [name for name in chosen if name not in position_of]
-    if unknown:
-        raise OptionError(
-            f"{len(unknown)} of {len(chosen)} genes are not in {where}: {_first(unknown)}. Its genes have names such "
-            f"as {_first(names)}: leave out the missing genes, or give positions{suggestion(unknown[0], position_of)}"
-        )
-    _refuse_repeats(chosen)
-    ambiguous = set(names[names.duplicated()]) & set(chosen) if len(position_of) < len(names) else set()
-    if ambiguous:
-        raise OptionError(
-            f"{len(ambiguous)} of {len(chosen)} genes occur more than once in {where}: {_first(sorted(ambiguous))}. "
-            "Choose them by position"
-        )
-    return [position_of[name] for name in chosen]
-
-
-def _refuse_repeats(chosen: Iterable[Any]) -> None:
-    repeated = [gene for gene, times in Counter(chosen).items() if times > 1]
-    if repeated:
-        raise OptionError(f"genes lists {_first(repeated)} more than once: list each gene once")
-
-
-def _first(genes: Sequence[Any] | pd.Index) -> str:
-    """The first few genes, for messages."""
-    return ", ".join(map(repr, list(genes[:_SHOWN]))) + (", ..." if len(genes) > _SHOWN else "")
+    if isinstance(genes, pd.Series) and genes.dtype == bool and isinstance(genes.index[0], str):
+        differs = np.flatnonzero(genes.index != names())
+        if len(differs):
+            raise OptionError(
+                f"genes is a mask of other genes than {where}, or of these in another order: value {differs[0]} is "
+                f"that of {genes.index[differs[0]]!r}, but the gene is {names()[differs[0]]!r}. Write "
+                "mask.reindex(dataset.var_names)"
+            )
+    distinct, counts = np.unique(positions, return_counts=True)
+    if len(repeated := distinct[counts > 1]):
+        listed: Any = genes  # no slice, which has each position once
+        first = list(listed)[int(np.flatnonzero(positions == repeated[0])[0])]
+        raise OptionError(f"genes lists {first!r} more than once: list each gene once")
+    return ChosenGenes(positions=positions, n_stored=n_stored)

@@ -1,4 +1,4 @@
-"""Finds the rows that a slice, a mask, row numbers or obs names stand for, with NumPy's meaning. Pure."""
+"""Finds the rows or genes that a slice, a mask, positions or names stand for, with NumPy's meaning. Pure."""
 
 from __future__ import annotations
 
@@ -12,74 +12,75 @@ from zloader.common.deferred import pd
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows
-from zloader.selecting.expressions import Mask
 
 RowChoice: TypeAlias = (
     "int | str | slice | Sequence[int] | Sequence[bool] | Sequence[str] | NDArray[Any] | pd.Index | pd.Series"
 )
+_SHOWN = 3  # names in a message
 
 
-def positions_of(rows: RowChoice, n_rows: int, names: Callable[[], pd.Index]) -> Rows:
-    """The row numbers that `rows` stands for, from 0 to `n_rows` - 1, in the order given.
+def positions_of(
+    chosen: RowChoice, n_all: int, names: Callable[[], pd.Index], *, of: str = "row", where: str = "the dataset"
+) -> Rows:
+    """The positions that `chosen` stands for, from 0 to `n_all` - 1, in the order given.
 
-    `rows` is a row number or an obs name, a list of them, a mask over all rows or a slice. Negative row numbers count
-    from the end. `names` returns all obs names, and is called only if `rows` holds names. Raises OptionError.
+    `chosen` is a position or a name, a list of them, a mask over all or a slice. Negative positions count from the end.
+    `names` returns all names, and is called only if `chosen` holds names. Raises OptionError, which calls what is
+    chosen `of`, and says `where` it is.
     """
-    if isinstance(rows, slice):
-        found = range_of(rows, n_rows)
+    if isinstance(chosen, slice):
+        found = range_of(chosen, n_all, of)
         return np.arange(found.start, found.stop, found.step, dtype=np.int64)
-    single = isinstance(rows, int | np.integer | str)
+    single = isinstance(chosen, int | np.integer | str)
     try:
-        given = pd.Index([rows] if single else rows)
-        usable = given.nlevels == 1 and not given.hasnans and not isinstance(rows, Set | Mapping)
-    except (TypeError, ValueError) as error:
-        raise _unusable(rows) from error
+        given = pd.Index([chosen] if single else chosen)
+        usable = given.nlevels == 1 and not given.hasnans and not isinstance(chosen, Set | Mapping)
+    except (TypeError, ValueError):
+        usable = False
     if usable and not len(given):
         return np.empty(0, np.int64)
     if usable and pd.api.types.is_bool_dtype(given.dtype) and not single:
-        return _of_mask(given.to_numpy(bool), n_rows)
+        if len(given) != n_all:
+            raise OptionError(f"give a mask over all {n_all} {of}s of {where}, not one of shape ({len(given)},)")
+        return np.flatnonzero(given.to_numpy(bool))
     if usable and pd.api.types.is_integer_dtype(given.dtype):
-        return _of_numbers(given, n_rows)
+        wrong = given[(given < -n_all) | (given >= n_all)]
+        if len(wrong):
+            raise OptionError(f"{of} {wrong[0]} does not exist: {where} has {of}s 0 to {n_all - 1}")
+        positions: Rows = np.array(given, np.int64)
+        positions[positions < 0] += n_all
+        return positions
     if usable and all(isinstance(name, str) for name in given):
-        return _of_names(given, names())
-    raise _unusable(rows)
+        return _of_names(given, names(), of, where)
+    raise OptionError(
+        f"{of}s must be a slice, a mask, a list of positions or of names, in one dimension, not {chosen!r:.100}"
+    )
 
 
-def _unusable(rows: Any) -> OptionError:
-    return OptionError(f"rows must be a slice, a mask, row numbers or obs names, in one dimension, not {rows!r:.100}")
-
-
-def range_of(chosen: slice, n_all: int, of: str = "rows") -> range:
-    """The row numbers, or positions of genes, that a slice stands for. Raises OptionError."""
+def range_of(chosen: slice, n_all: int, of: str = "row") -> range:
+    """The positions that a slice stands for. Raises OptionError."""
     try:
         return range(*chosen.indices(n_all))
     except (TypeError, ValueError) as error:
-        raise OptionError(f"a slice of {of} must hold whole numbers, not {chosen!r:.100}: {error}") from error
+        raise OptionError(f"a slice of {of}s must hold whole numbers, not {chosen!r:.100}: {error}") from error
 
 
-def _of_mask(mask: Mask, n_rows: int) -> Rows:
-    if len(mask) != n_rows:
-        raise OptionError(f"give a mask over all {n_rows} rows, not one of shape {mask.shape}")
-    return np.flatnonzero(mask)
-
-
-def _of_numbers(given: pd.Index, n_rows: int) -> Rows:
-    wrong = given[(given < -n_rows) | (given >= n_rows)]
-    if len(wrong):
-        raise OptionError(f"row {wrong[0]} does not exist: the dataset has rows 0 to {n_rows - 1}")
-    rows: Rows = np.array(given, np.int64)
-    rows[rows < 0] += n_rows
-    return rows
-
-
-def _of_names(given: pd.Index, names: pd.Index) -> Rows:
+def _of_names(given: pd.Index, names: pd.Index, of: str, where: str) -> Rows:
     wanted = names[names.isin(given)]
     if wanted.has_duplicates:
-        repeated = wanted[wanted.duplicated()][0]
-        raise OptionError(f"the obs name {repeated!r} occurs more than once: choose the rows by number")
-    rows = names.get_indexer_for(given)
-    if (rows < 0).any():
-        first = str(given[rows < 0][0])
-        like = suggestion(first, names) or f": the obs names are like {', '.join(map(repr, names[:3]))}"
-        raise OptionError(f"there is no row with the obs name {first!r}{like}")
-    return np.asarray(rows, np.int64)
+        raise OptionError(
+            f"the {of} {wanted[wanted.duplicated()][0]!r} occurs more than once in {where}: choose it by position"
+        )
+    positions = names.get_indexer_for(given)
+    if (positions < 0).any():
+        unknown = given[positions < 0]
+        raise OptionError(
+            f"{len(unknown)} of {len(given)} {of}s are not in {where}: {first_of(unknown)}. Its {of}s have names such "
+            f"as {first_of(names)}{suggestion(str(unknown[0]), names)}"
+        )
+    return np.asarray(positions, np.int64)
+
+
+def first_of(chosen: Sequence[Any] | pd.Index) -> str:
+    """The first few names or positions, for messages."""
+    return ", ".join(map(repr, list(chosen[:_SHOWN]))) + (", ..." if len(chosen) > _SHOWN else "")
