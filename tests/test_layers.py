@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "anndata": {
         "zloader.dataset.elements",
         "zloader.dataset.table",
+        "zloader.conversion.chosen",
         "zloader.conversion.columns",
         "zloader.conversion.comparison",
         "zloader.conversion.contents",

@@ -392,9 +392,9 @@ def test_wrong_files(tmp_path, monkeypatch):
         zl.convert(source(tmp_path), tmp_path / "a.zarr", progress=False)
 
 
-def test_a_directory_or_file_is_recognised(tmp_path):
+def test_a_file_is_recognised(tmp_path):
     write(tmp_path)
-    for path in (tmp_path / "data", tmp_path / "data" / "train-0.parquet", tmp_path / "data" / "*.parquet"):
+    for path in (tmp_path / "data" / "train-0.parquet", tmp_path / "data" / "*.parquet"):
         with pytest.raises(SourceError, match=r"only the ids of genes: .*--gene-metadata"):
             zl.convert(path, tmp_path / "a.zarr", progress=False)
     with pytest.raises(OptionError, match=r"unknown|protocol|cannot open"):

@@ -1,4 +1,4 @@
-"""What is stored of a Dataset: an AnnData, or the whole of a MuData and each of its modalities.
+"""What is stored of an AnnData, and of a Dataset: an AnnData, or the whole of a MuData and each of its modalities.
 
 Rows and genes are those of the Dataset, which may be a view; the genes of several stores are joined as it joins them.
 An obs column has missing values in the rows of stores that lack it. What several stores, or other genes, cannot be
@@ -10,9 +10,7 @@ The whole of a MuData has no matrix: its obs, obsm and obsp are by row, its var 
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -20,17 +18,16 @@ import anndata as ad
 import anndata.utils
 import numpy as np
 import pandas as pd
-import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.common.errors import OptionError, SourceError
+from zloader.common.errors import SourceError
 from zloader.common.locks import cached_property
 from zloader.common.messages import listed
-from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
+from zloader.conversion.chosen import ChosenContent, Reading, quiet, refuse_unknown
 from zloader.conversion.columns import storable, unite
 from zloader.conversion.nodes import Node, require_names
-from zloader.conversion.port import Content, Matrix
+from zloader.conversion.port import Matrix
 from zloader.conversion.reorder import CscMatrix
 from zloader.conversion.rows import DatasetMatrix, ReadMatrix
 from zloader.conversion.selection import Selection
@@ -45,79 +42,51 @@ from zloader.selecting.groups import shares
 from zloader.selecting.row_maps import in_whole
 
 _MANY = 8 * FEW  # values and rows: loading numba takes as long as NumPy needs more to copy so many rows in order
-GROUPS = ("layers", "obsm", "varm", "obsp", "varp")
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hides anndata's warnings about repeated names and pandas' warnings about empty columns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
-def unique(names: pd.Index) -> pd.Index:
-    """The names, of which repeated ones get a number."""
-    with quiet():
-        return anndata.utils.make_index_unique(names)
-
-
-def refuse_unknown(option: str, names: Sequence[str] | None, available: Sequence[str]) -> list[str]:
-    """The names, or all that are available. Raises OptionError, which lists those, for a name that is not there."""
-    unknown = [name for name in names or () if name not in available]
-    if unknown:
-        raise OptionError(f"{option}: no source has {listed(unknown)}. Available: {listed(available, 100)}")
-    return list(available if names is None else names)
-
-
-def taken(element: Any, positions: Rows | None, *, columns: bool = False) -> Any:
-    """Some rows, and with `columns` the same columns, of an element that has an axis of rows."""
-    if positions is None:
-        return element
-    if isinstance(element, pd.DataFrame):
-        return element.iloc[positions]
-    rows = element.tocsr() if scipy.sparse.issparse(element) else element
-    return rows[positions][:, positions] if columns else rows[positions]
-
-
-class DatasetContent(Content):
+class DatasetContent(ChosenContent):
     """The rows and genes of a Dataset, or of one modality of it, with the parts that `select` chooses.
 
     `labels` are short names of its stores. `names` are the obs names, if the whole of a MuData makes them unique.
     """
+
+    names: pd.Index | None = None
 
     def __init__(
         self,
         dataset: Dataset,
         select: Selection,
         labels: Sequence[str],
+        how: Reading,
         *,
-        options: FetchOptions,
-        window_bytes: int,
         modality: str = "",
         alone: bool = False,
     ) -> None:
         """With `alone`, a modality has the obs columns of the whole that it lacks, as `mudata.push_obs` gives them."""
-        self._alone = alone
-        self._dataset, self._select, self._labels, self._options = dataset, select, labels, options
-        self._window_bytes = window_bytes
-        self._stores, self._modality = dataset.stores, modality
+        self._dataset, self._labels, self._how, self._stores = dataset, labels, how, dataset.stores
+        self._modality, self._above = modality, f"mod/{modality}/" if modality else ""
         self._single = self._stores[0] if len(self._stores) == 1 else None
-        self._above = f"mod/{modality}/" if modality else ""
-        self.names: pd.Index | None = None
-        self.dropped: list[str] = []
-        self.groups: Mapping[str, Mapping[str, Any]] = {name: {} for name in GROUPS}
+        self._joins = self._single is None
         self._n_rows = [store.length(f"{self._above}obs") for store in self._stores]
         self.n_rows = sum(self._n_rows) if self.rows is None else len(self.rows)
-        self.obs_columns = self._chosen_columns()
-        self._choose_matrices()
-        self._choose_genes()
+        available = self._in_any(lambda store: store.columns(f"{self._above}obs"))
+        copies = tuple(f"{each}:" for each in dataset.modalities)
+        of_whole = self._in_any(lambda store: store.columns("obs")) if alone else []
+        self._of_whole = [name for name in of_whole if name not in available and not name.startswith(copies)]
+        super().__init__(select, available + self._of_whole)
+        self._choose()
+
+    def _in_any(self, names_of: Callable[[OpenedStore], Iterable[str]]) -> list[str]:
+        """The names that any store has."""
+        return list(dict.fromkeys(name for store in self._stores for name in names_of(store)))
+
+    def _keys(self, part: str) -> list[str]:
+        return self._in_any(lambda store: store.keys(f"{self._above}{part}"))
 
     # ---- rows
 
     @cached_property
-    def rows(self) -> Rows | None:
+    def rows(self) -> Rows | None:  # type: ignore[override]
         """The rows of all stores, one after another, that are stored; None for all of them."""
         chosen = self._dataset._chosen
         if chosen is None:
@@ -158,20 +127,6 @@ class DatasetContent(Content):
 
     # ---- obs
 
-    def _chosen_columns(self) -> list[str]:
-        available = list(dict.fromkeys(name for store in self._stores for name in store.columns(f"{self._above}obs")))
-        copies = tuple(f"{each}:" for each in self._dataset.modalities)
-        of_whole = dict.fromkeys(name for store in self._stores for name in store.columns("obs") if self._alone)
-        self._of_whole = [name for name in of_whole if name not in available and not name.startswith(copies)]
-        available += self._of_whole
-        chosen = refuse_unknown("obs", self._select.obs, available)
-        added = self._select.source_column
-        if added is None:
-            return chosen
-        if added in chosen:
-            raise OptionError(f"obs already has a column {added!r}: choose another source_column (--source-column)")
-        return [*chosen, added]
-
     def obs_names(self) -> pd.Index:
         if self.names is not None:
             return self.names
@@ -188,7 +143,7 @@ class DatasetContent(Content):
         added = [] if self._select.source_column is None else [self._select.source_column]
         if names.name in (added if self._single is not None else self.obs_columns):
             names = names.rename(None)  # a column has the same name, but other values
-        return unique(names) if self._select.unique_obs_names else names
+        return self._unique(names)
 
     def obs_column(self, name: str) -> pd.Series:
         if name == self._select.source_column:
@@ -200,8 +155,8 @@ class DatasetContent(Content):
 
     def _stored_column(self, name: str) -> pd.Series:
         held: dict[str, str] = {}
-        try:
-            columns: list[pd.Series | None] = []
+        columns: list[pd.Series | None] = []
+        with self._naming(name, lambda: f"({', '.join(f'{dtype} in {url}' for dtype, url in held.items())})"):
             for store in self._stores:
                 frame = "obs" if name in self._of_whole else f"{self._above}obs"
                 found = None
@@ -215,12 +170,6 @@ class DatasetContent(Content):
             if len(columns) == 1 and columns[0] is not None:
                 return storable(columns[0])
             return unite(columns, self._n_rows).rename(name)
-        except SourceError as error:
-            dtypes = ", ".join(f"{dtype} in {url}" for dtype, url in held.items())
-            raise SourceError(
-                f"obs column {name!r} ({dtypes}): {error}. Convert it to one type, or list the columns to store with "
-                "select=zl.Selection(obs=[...]) (--obs a,b)"
-            ) from error
 
     # ---- matrices and genes
 
@@ -228,48 +177,30 @@ class DatasetContent(Content):
         """What the dataset calls a matrix."""
         return f"{self._modality}:{name}" if self._modality else name
 
-    def _choose_matrices(self) -> None:
-        """Maps X, the layers and raw/X of the store to their names in the sources."""
+    def _choose(self) -> None:
+        """Chooses matrices and genes."""
         select, prefix = self._select, f"{self._modality}:" if self._modality else ""
         known = [name.removeprefix(prefix) for name in self._dataset.matrix_names if name.startswith(prefix)]
         known = [name for name in known if ":" not in name.partition("/")[0]]
-        self.known = known
-        in_any = dict.fromkeys(name for store in self._stores for name in store._matrices_in(self._above))
+        in_any = self._in_any(lambda store: store._matrices_in(self._above))
         self.dropped += [name for name in in_any if name not in known and name != select.x and name != "X"]
-        if select.x != "X":
-            refuse_unknown("x", [select.x], known)
-        elif "X" in in_any and "X" not in known:
+        if select.x == "X" and "X" in in_any and "X" not in known:
             lacking = [store.location.url for store in self._stores if "X" not in store._matrices_in(self._above)]
             raise SourceError(
                 f"X is missing in {listed(lacking)}, but other sources have it: choose the matrix for X with "
                 "select=zl.Selection(x=...) (--x)"
             )
-        layers = refuse_unknown(
-            "layers", select.layers, [name.removeprefix("layers/") for name in known if name.startswith("layers/")]
-        )
-        self._matrices = {"X": select.x} if select.x in known else {}
-        self._matrices |= {f"layers/{name}": f"layers/{name}" for name in layers if f"layers/{name}" != select.x}
-        if select.x == "raw/X" and len(self._matrices) > 1:
-            raise OptionError(
-                f"the layers ({listed(layers)}) have other genes than raw/X: leave them out with "
-                "select=zl.Selection(layers=[]) (--layers none)"
-            )
-        if select.raw and select.x != "raw/X" and "raw/X" in known:
-            self._matrices["raw/X"] = "raw/X"
-
-    def _choose_genes(self) -> None:
-        x = self._of_dataset("raw/X" if self._select.x == "raw/X" else "X")
-        self.var, self.raw_var = self._var_of(x), None
-        self._genes = self._positions(x)
-        if "raw/X" in self._matrices:
-            self.raw_var = self._var_of(self._of_dataset("raw/X"))
-        if self._single is None:
-            frames = ["raw/var"] if self._select.x == "raw/X" else ["var"]
-            frames += ["raw/var"] if self.raw_var is not None else []
-            for frame, var in zip(frames, (self.var, self.raw_var), strict=False):
-                path = f"{self._above}{frame}"
-                columns = dict.fromkeys(name for store in self._stores for name in store.columns(path))
-                self.dropped += [f"{frame}/{name}" for name in columns if var is not None and name not in var]
+        self._choose_matrices(known)
+        raw, x = self._of_dataset("raw/X"), self._of_dataset("raw/X" if select.x == "raw/X" else "X")
+        self.var, self._genes = self._var_of(x), self._positions(x)
+        frames = [("raw/var" if select.x == "raw/X" else "var", self.var)]
+        if "raw/X" in self.matrix_names:
+            self.raw_var, self._raw_genes = self._var_of(raw), self._positions(raw)
+            frames.append(("raw/var", self.raw_var))
+        for frame, var in frames if self._joins else ():
+            path = f"{self._above}{frame}"
+            columns = self._in_any(lambda store, path=path: store.columns(path))  # type: ignore[misc]
+            self.dropped += [f"{frame}/{name}" for name in columns if name not in var]
 
     def _var_of(self, x: str) -> pd.DataFrame:
         """The var of a matrix: of several stores, the columns that are the same in all of them."""
@@ -290,17 +221,10 @@ class DatasetContent(Content):
             return stored
         return chosen.positions if stored is None else stored[chosen.positions]
 
-    def matrices(self) -> Iterator[Matrix]:
-        for name, of_source in self._matrices.items():
-            require_names(name.rpartition("/")[0] or "X", [name.rpartition("/")[2]])
-            yield self._matrix(name, of_source)
-        for path in self._arrays_of_obsm:
-            yield self._array(path)
-        for path in self._graphs:
-            assert self._single is not None
-            layout = self._single.matrix_at(f"{self._above}{path}")
-            part = self._single.part(layout, self._options)
-            yield self._read_as_dataset(path, [part], [self._single], numbers=self._numbers)
+    def _graph(self, path: str) -> Matrix:
+        assert self._single is not None
+        layout = self._single.matrix_at(f"{self._above}{path}")
+        return self._read_as_dataset(path, [self._single.part(layout, self._how.options)], [self._single])
 
     def _matrix(self, name: str, of_source: str) -> Matrix:
         found = self._of_dataset(of_source)
@@ -312,13 +236,10 @@ class DatasetContent(Content):
                     raise store.damaged(path, f"its shape is {store.shape(path)}, not {shape}")
                 arrays = {name: _Stored(store, f"{path}/{name}") for name in ("indptr", "indices", "data")}
                 native = Node(arrays, store.location.url, path)
-                return CscMatrix(native, name, shape=shape, window_bytes=self._window_bytes)
-        parts = self._dataset.matrices.parts(found, self._options)
-        return self._read_as_dataset(name, parts, self._stores, numbers=self._numbers)
+                return CscMatrix(native, name, shape=shape, window_bytes=self._how.window_bytes)
+        return self._read_as_dataset(name, self._dataset.matrices.parts(found, self._how.options), self._stores)
 
-    def _read_as_dataset(
-        self, name: str, parts: Sequence[MatrixPart], stores: Sequence[OpenedStore], *, numbers: Any
-    ) -> Matrix:
+    def _read_as_dataset(self, name: str, parts: Sequence[MatrixPart], stores: Sequence[OpenedStore]) -> Matrix:
         pairs = zip(stores, parts, strict=True)
         dtypes = [store.node(f"{part.matrix.path}/indices").dtype for store, part in pairs if part.matrix.genes]
         few = sum(part.matrix.n_rows + part.matrix.values.n_elements for part in parts)
@@ -327,8 +248,8 @@ class DatasetContent(Content):
             parts,
             [dtype.newbyteorder("=") for dtype in dtypes],
             n_rows=self.n_rows,
-            numbers=numbers,
-            options=self._options,
+            numbers=self._numbers,
+            options=self._how.options,
             compiled=few > (FEW if any(part.genes is not None for part in parts) else _MANY),
         )
 
@@ -341,7 +262,6 @@ class DatasetContent(Content):
             lambda start, stop: self._stacked(at, start, stop),
             np.empty((0, nodes[0].shape[1]), dtype),
             n_rows=self.n_rows,
-            n_genes=nodes[0].shape[1],
             at=f"{path} of {self._stores[0].location.url}",
             together=nodes[0].chunks[0] if getattr(nodes[0], "chunks", None) else 1,
         )
@@ -349,13 +269,12 @@ class DatasetContent(Content):
     # ---- everything else
 
     @cached_property
-    def _obsm(self) -> list[str]:
-        keys = list(dict.fromkeys(key for store in self._stores for key in store.keys(f"{self._above}obsm")))
-        return [f"obsm/{name}" for name in refuse_unknown("obsm", self._select.obsm, keys)]
+    def _obsm(self) -> list[str]:  # type: ignore[override]
+        return [f"obsm/{name}" for name in refuse_unknown("obsm", self._select.obsm, self._keys("obsm"))]
 
     @cached_property
-    def _arrays_of_obsm(self) -> list[str]:
-        """The arrays of numbers in obsm that all stores have with the same width. Others are dropped if they differ."""
+    def _arrays(self) -> list[str]:  # type: ignore[override]
+        """The arrays of numbers in obsm that all stores have with the same width."""
         found = []
         for path in self._obsm:
             require_names("obsm", [path.removeprefix("obsm/")])
@@ -369,15 +288,12 @@ class DatasetContent(Content):
                 widths.add(node.shape[1])
                 if node.shape[0] != store.length(f"{self._above}obs"):
                     raise store.damaged(at, f"it has {node.shape[0]} rows")
-            if widths == {None} or len(widths) > 1:
-                if self._single is None:
-                    self._drop([path])
-            else:
+            if widths != {None} and len(widths) == 1:
                 found.append(path)
         return found
 
     @cached_property
-    def _graphs(self) -> list[str]:
+    def _graphs(self) -> list[str]:  # type: ignore[override]
         """The CSR matrices in obsp, of all rows of a single store."""
         if self._single is None or self.rows is not None:
             return []
@@ -390,58 +306,13 @@ class DatasetContent(Content):
                 raise self._single.damaged(f"{self._above}{path}", "its shape is not that of obs")
         return csr
 
-    def _drop(self, paths: Sequence[str]) -> None:
-        """Records elements that cannot be joined; each only once, even if `elements` is called again."""
-        self.dropped += [path for path in paths if path not in self.dropped]
-
-    def elements(self) -> Iterator[tuple[str, Any]]:
-        for part in ("varm", "varp"):
-            yield from self._gene_elements(part)
-        yield "uns", self._uns()
-        for path in self._obsm:
-            if path not in self._arrays_of_obsm and self._single is not None:
-                yield path, self._of_rows(path)
-        for path in (f"obsp/{name}" for store in self._stores for name in store.keys(f"{self._above}obsp")):
-            if self._single is None:
-                self._drop([path])
-            elif path not in self._graphs:
-                yield path, self._of_rows(path)
-        if self.raw_var is None:
-            return
-        positions = self._positions(self._of_dataset("raw/X"))
-        for name in dict.fromkeys(n for store in self._stores for n in store.keys(f"{self._above}raw/varm")):
-            yield from self._of_genes(f"raw/varm/{name}", f"raw/varm/{name}", positions, self.raw_var.index)
-
-    def _of_rows(self, path: str) -> Any:
+    def _element(self, path: str, frame: str) -> Any:
         assert self._single is not None
-        element = self._element(path, len_of="obs")
-        element = taken(element, self.rows, columns=path.startswith("obsp/"))
-        return element.set_axis(self.obs_names()) if isinstance(element, pd.DataFrame) else element
-
-    def _element(self, path: str, *, len_of: str) -> Any:
-        assert self._single is not None
-        element, wanted = self._single.element(f"{self._above}{path}"), self._single.length(f"{self._above}{len_of}")
+        element, wanted = self._single.element(f"{self._above}{path}"), self._single.length(f"{self._above}{frame}")
         n_rows = element.shape[0] if getattr(element, "shape", None) else len(element)
         if n_rows != wanted:
             raise self._single.damaged(f"{self._above}{path}", f"it has {n_rows} rows for {wanted}")
         return element
-
-    def _gene_elements(self, part: str) -> Iterator[tuple[str, Any]]:
-        raw = "raw/" if self._select.x == "raw/X" else ""
-        if raw and part == "varp":
-            return
-        for name in dict.fromkeys(n for store in self._stores for n in store.keys(f"{self._above}{raw}{part}")):
-            yield from self._of_genes(f"{part}/{name}", f"{raw}{part}/{name}", self._genes, self.var.index)
-
-    def _of_genes(
-        self, path: str, of_source: str, positions: Rows | None, names: pd.Index
-    ) -> Iterator[tuple[str, Any]]:
-        if self._single is None or (positions is not None and (positions < 0).any()):
-            self._drop([path])
-            return
-        element = self._element(of_source, len_of="raw/var" if of_source.startswith("raw/") else "var")
-        element = taken(element, positions, columns=path.startswith("varp/"))
-        yield path, element.set_axis(names) if isinstance(element, pd.DataFrame) else element
 
     def _uns(self) -> dict[str, Any]:
         def of(store: OpenedStore) -> dict[str, Any]:
@@ -454,9 +325,8 @@ class DatasetContent(Content):
             return dict(merged)
 
         shared = reduce(same, self._stores[1:], of(self._stores[0]))
-        if self._single is None:
-            keys = dict.fromkeys(key for store in self._stores for key in store.keys(f"{self._above}uns"))
-            self._drop([f"uns/{key}" for key in keys if key not in shared])
+        if self._joins:
+            self._drop([f"uns/{key}" for key in self._keys("uns") if key not in shared])
         return shared
 
 
@@ -495,17 +365,15 @@ class WholeContent(DatasetContent):
         dataset: Dataset,
         select: Selection,
         labels: Sequence[str],
-        *,
-        options: FetchOptions,
-        window_bytes: int,
+        how: Reading,
         modalities: Mapping[str, DatasetContent],
     ) -> None:
         self._modalities = modalities
-        super().__init__(dataset, select, labels, options=options, window_bytes=window_bytes)
+        super().__init__(dataset, select, labels, how)
         self.groups = {part: {} for part in ("obsm", "varm", "obsp", "varp", "obsmap", "varmap")}
         self.groups["mod"] = {"mod-order": list(modalities)}
         names = self.obs_names()
-        if self._single is None and not names.is_unique:
+        if self._joins and not names.is_unique:
             repeated = names[names.duplicated()].unique()
             raise SourceError(
                 f"{len(repeated)} obs names occur in several sources, such as {listed(repeated, 3)}, but a MuData "
@@ -523,40 +391,35 @@ class WholeContent(DatasetContent):
         row_of[content._numbers(np.arange(content.n_rows))] = np.arange(content.n_rows)
         return row_of if self.rows is None else row_of[self.rows]
 
-    def _choose_matrices(self) -> None:
-        self._matrices = {}
-        for name in self._modalities:
-            for store in self._stores:
-                store.row_of(f"mod/{name}/X")
-
     @property
     def _is_as_stored(self) -> bool:
         """Whether nothing is left out or joined, so that everything is as it is in the only store."""
         same_genes = all(content._genes is None for content in self._modalities.values())
         return self._single is not None and self.rows is None and same_genes
 
-    def _choose_genes(self) -> None:
-        self._genes, self.raw_var = None, None
+    def _choose(self) -> None:
+        self.matrix_names = {}
+        for name in self._modalities:
+            for store in self._stores:
+                store.row_of(f"mod/{name}/X")
         if self._is_as_stored:
             assert self._single is not None
             self.var = self._single.element("var")
             return
         names = [content.var.index for content in self._modalities.values()]
         self.var = pd.DataFrame(index=pd.Index(np.concatenate([np.asarray(each, object) for each in names])))
-        columns = dict.fromkeys(name for store in self._stores for name in store.columns("var"))
-        self._drop([f"var/{name}" for name in columns])
+        self._drop([f"var/{name}" for name in self._in_any(lambda store: store.columns("var"))])
 
     @cached_property
-    def _obsm(self) -> list[str]:
+    def _obsm(self) -> list[str]:  # type: ignore[override]
         """Those of the whole. `obsm/NAME` of modalities, which says where they have rows, is made with obsmap."""
-        keys = dict.fromkeys(key for store in self._stores for key in store.keys("obsm"))
-        chosen = [key for key in keys if key not in self._modalities]
+        chosen = [key for key in self._keys("obsm") if key not in self._modalities]
         return [f"obsm/{name}" for name in chosen if self._select.obsm is None or name in self._select.obsm]
 
-    def _gene_elements(self, part: str) -> Iterator[tuple[str, Any]]:
-        for name in dict.fromkeys(n for store in self._stores for n in store.keys(part)):
+    def _gene_elements(self, part: str, raw: str) -> Iterator[tuple[str, Any]]:
+        for name in self._keys(part):
             if self._is_as_stored:
-                yield f"{part}/{name}", self._element(f"{part}/{name}", len_of="var")
+                yield f"{part}/{name}", self._element(f"{part}/{name}", "var")
             elif part != "varm" or name not in self._modalities:
                 self._drop([f"{part}/{name}"])
 
@@ -566,10 +429,10 @@ class WholeContent(DatasetContent):
         if self._is_as_stored:
             assert self._single is not None
             masks = [f"obsm/{name}" for name in self._modalities if f"obsm/{name}" in self._single]
-            yield from ((path, self._element(path, len_of="obs")) for path in masks)
+            yield from ((path, self._element(path, "obs")) for path in masks)
             for part, frame in (("obsmap", "obs"), ("varmap", "var")):
                 for name in self._single.keys(part):
-                    yield f"{part}/{name}", self._element(f"{part}/{name}", len_of=frame)
+                    yield f"{part}/{name}", self._element(f"{part}/{name}", frame)
             return
         begin = 0
         for name, content in self._modalities.items():

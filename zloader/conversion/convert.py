@@ -30,11 +30,12 @@ from zloader.common.machine import keep_freed_memory
 from zloader.common.messages import listed, printable
 from zloader.common.progress import Bars, progress_bars
 from zloader.common.version import __version__
+from zloader.conversion.chosen import Reading
 from zloader.conversion.destination import Destination
 from zloader.conversion.elements import ElementWriter, MetadataStore, library_settings
 from zloader.conversion.encode import CHUNK_FORM, ConvertOptions, working_bytes
 from zloader.conversion.matrix import MatrixWriter, threads
-from zloader.conversion.opening import Reading, Sources, damage_of_sources, open_parts
+from zloader.conversion.opening import Sources, damage_of_sources, open_parts
 from zloader.conversion.port import Opened
 from zloader.conversion.reorder import SOURCE_ROW
 from zloader.conversion.selection import Selection

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import anndata as ad
@@ -15,10 +15,11 @@ import scipy.sparse
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.messages import listed
 from zloader.common.records import Rows
+from zloader.conversion.chosen import ChosenContent, Reading, refuse_unknown
 from zloader.conversion.columns import storable
-from zloader.conversion.contents import GROUPS, refuse_unknown, taken, unique
 from zloader.conversion.nodes import Node, reading, require_names, require_text
-from zloader.conversion.port import Content, Matrix
+from zloader.conversion.parquet import ListRows
+from zloader.conversion.port import Matrix
 from zloader.conversion.reorder import CscMatrix
 from zloader.conversion.rows import ReadMatrix
 from zloader.conversion.selection import Selection
@@ -62,27 +63,25 @@ class RowSource(Protocol):
         """The counts of cells `start` to `stop - 1`, cells x genes."""
 
 
-class MemoryContent(Content):
+class MemoryContent(ChosenContent):
     """The parts of an AnnData that `select` chooses. Parts of a backed AnnData are read from its file.
 
-    `read_x` reads rows of X in its place, if X is in some other format, and so does `frame` with obs: it has `n_rows`,
-    `obs_columns`, `obs_names()` and `obs_column(name)`.
+    `rows` has X in its place, or `lists` X and obs, if they are in some other format.
     """
 
-    def __init__(  # noqa: PLR0913 - all but two are keyword-only
+    def __init__(
         self,
         adata: ad.AnnData,
         select: Selection,
+        how: Reading,
         *,
         name: str,
         label: str,
-        window_bytes: int,
-        read_x: Callable[[int, int], Any] | None = None,
-        n_values: int | None = None,
-        frame: Any = None,
+        rows: RowSource | None = None,
+        lists: ListRows | None = None,
     ) -> None:
-        self._adata, self._select, self._name, self._label = adata, select, name, label
-        self._read_x, self._n_values, self._window_bytes = read_x, n_values, window_bytes
+        self._adata, self._name, self._label = adata, name, label
+        self._source, self._lists, self._window_bytes = rows, lists, how.window_bytes
         frames = {"obs": adata.obs, "var": adata.var, "raw/var": getattr(adata.raw, "var", adata.var)}
         for path, of_adata in frames.items():
             if not isinstance(of_adata, pd.DataFrame):
@@ -91,49 +90,19 @@ class MemoryContent(Content):
                     "lazily, pass its path or URL, or adata.to_memory()"
                 )
         require_text(f"obs of {name}", adata.obs.columns)
-        self._frame = frame
-        self.n_rows = adata.n_obs if frame is None else frame.n_rows
-        self.dropped: list[str] = []
-        self.groups: Mapping[str, Mapping[str, Any]] = {part: {} for part in GROUPS}
-        self.obs_columns = refuse_unknown(
-            "obs", select.obs, list(adata.obs.columns) if frame is None else frame.obs_columns
-        )
-        if select.source_column is not None:
-            if select.source_column in self.obs_columns:
-                raise OptionError(
-                    f"obs already has a column {select.source_column!r}: choose another source_column (--source-column)"
-                )
-            self.obs_columns = [*self.obs_columns, select.source_column]
-        self._choose_matrices()
+        self.n_rows = adata.n_obs if lists is None else lists.n_rows
+        super().__init__(select, list(adata.obs.columns if lists is None else lists.obs_columns))
+        has_x = rows is not None or lists is not None or self._find("X") is not None
+        known = [each for each, there in (("X", has_x), ("raw/X", adata.raw is not None)) if there]
+        self._choose_matrices(known + [f"layers/{each}" for each in self._keys("layers")])
+        self._obsm = [f"obsm/{each}" for each in refuse_unknown("obsm", select.obsm, self._keys("obsm"))]
         self._choose_genes()
 
     def _keys(self, part: str) -> list[str]:
         holder = self._adata.raw if part.startswith("raw/") else self._adata
-        names = list(getattr(holder, part.removeprefix("raw/"), ()))
-        if part == "layers":
-            names = [name for name in names if name is not None]  # anndata 0.13 stores X as layer None
-        require_names(f"{part} of {self._name}", names)
+        names = [name for name in getattr(holder, part.removeprefix("raw/"), ()) if name is not None]
+        require_names(f"{part} of {self._name}", names)  # anndata 0.13 stores X as layer None
         return sorted(names)
-
-    def _choose_matrices(self) -> None:
-        select, adata = self._select, self._adata
-        has_x = self._read_x is not None or self._find("X") is not None
-        self.known = [name for name, there in (("X", has_x), ("raw/X", adata.raw is not None)) if there]
-        layers = self._keys("layers")
-        self.known += [f"layers/{name}" for name in layers]
-        if select.x != "X":
-            refuse_unknown("x", [select.x], self.known)
-        chosen = refuse_unknown("layers", select.layers, layers)
-        self._matrices = {"X": select.x} if select.x in self.known else {}
-        self._matrices |= {f"layers/{name}": f"layers/{name}" for name in chosen if f"layers/{name}" != select.x}
-        if select.x == "raw/X" and len(self._matrices) > 1:
-            raise OptionError(
-                f"the layers ({listed(chosen)}) have other genes than raw/X: leave them out with "
-                "select=zl.Selection(layers=[]) (--layers none)"
-            )
-        if select.raw and select.x != "raw/X" and adata.raw is not None:
-            self._matrices["raw/X"] = "raw/X"
-        self._obsm = [f"obsm/{name}" for name in refuse_unknown("obsm", select.obsm, self._keys("obsm"))]
 
     def _choose_genes(self) -> None:
         select, raw = self._select, self._select.x == "raw/X"
@@ -143,10 +112,8 @@ class MemoryContent(Content):
             if len(by) != 1:
                 raise OptionError(f"genes_by lists {len(by)} ways to name genes for 1 source: list one")
             (by,) = by
-        var = pd.DataFrame(self._adata.raw.var if raw else self._adata.var)
-        self.var, self._genes = _named(var, by, at), None
-        self.raw_var = None
-        if "raw/X" in self._matrices and not raw:
+        self.var = _named(pd.DataFrame(self._adata.raw.var if raw else self._adata.var), by, at)
+        if "raw/X" in self.matrix_names and not raw:
             self.raw_var = _named(pd.DataFrame(self._adata.raw.var), by, f"{self._name}: raw/var")
         if select.genes is None:
             return
@@ -160,24 +127,19 @@ class MemoryContent(Content):
     # ---- obs
 
     def obs_names(self) -> pd.Index:
-        names = self._adata.obs_names if self._frame is None else self._frame.obs_names()
+        names = self._adata.obs_names if self._lists is None else self._lists.obs_names()
         if names.name is not None and names.name == self._select.source_column:
             names = names.rename(None)
-        return unique(names) if self._select.unique_obs_names else names
+        return self._unique(names)
 
     def obs_column(self, name: str) -> pd.Series:
         if name == self._select.source_column:
             return pd.Series(pd.Categorical.from_codes(np.zeros(self.n_rows, int), [self._label]), name=name)
-        column = self._adata.obs[name] if self._frame is None else self._frame.obs_column(name)
+        column = self._adata.obs[name] if self._lists is None else self._lists.obs_column(name)
         if isinstance(column, pd.DataFrame):
             raise SourceError(f"{self._name} has several obs columns named {name!r}: make their names unique")
-        try:
+        with self._naming(name, lambda: f"of {self._name}"):
             return storable(column.reset_index(drop=True))
-        except SourceError as error:
-            raise SourceError(
-                f"obs column {name!r} of {self._name}: {error}, or list the columns to store with "
-                "select=zl.Selection(obs=[...]) (--obs a,b)"
-            ) from error
 
     # ---- matrices
 
@@ -188,20 +150,24 @@ class MemoryContent(Content):
             found = getattr(holder, part, None)
             return found[key] if key and found is not None else found
 
-    def matrices(self) -> Iterator[Matrix]:
-        for name, of_source in self._matrices.items():
-            genes = self._genes if name != "raw/X" else None
-            n_genes = len(self._adata.raw.var if of_source == "raw/X" else self._adata.var)
-            if of_source == "X" and self._read_x is not None:
-                yield self._read(name, self._read_x, None, n_genes, genes, f"{self._name}: rows")
-            else:
-                yield self._opened(name, of_source, self._find(of_source), n_genes, genes)
-        for path in self._obsm:
-            if self._is_array(path):
-                array = self._find(path)
-                yield self._opened(path, path, array, array.shape[1], None)
-        for path in self._graphs:
-            yield self._opened(path, path, self._find(path), self.n_rows, None)
+    def _matrix(self, name: str, of_source: str) -> Matrix:
+        genes = self._genes if name != "raw/X" else None
+        if of_source == "X" and self._lists is not None:
+            return self._in_blocks(name, self._lists, genes)
+        if of_source == "X" and self._source is not None:
+            return self._in_rows(name, self._source, genes)
+        n_genes = len(self._adata.raw.var if of_source == "raw/X" else self._adata.var)
+        return self._opened(name, of_source, n_genes, genes)
+
+    def _array(self, path: str) -> Matrix:
+        return self._opened(path, path, self._find(path).shape[1], None)
+
+    def _graph(self, path: str) -> Matrix:
+        return self._opened(path, path, self.n_rows, None)
+
+    @property
+    def _arrays(self) -> list[str]:  # type: ignore[override]
+        return [path for path in self._obsm if self._is_array(path)]
 
     def _is_array(self, path: str) -> bool:
         array = self._find(path)
@@ -209,12 +175,12 @@ class MemoryContent(Content):
         return is_plain and array.ndim == 2 and array.dtype.kind in "biuf" and array.dtype.itemsize <= 8
 
     @property
-    def _graphs(self) -> list[str]:
+    def _graphs(self) -> list[str]:  # type: ignore[override]
         paths = [f"obsp/{name}" for name in self._keys("obsp")]
         return [path for path in paths if getattr(self._find(path), "format", None) == "csr"]
 
-    def _opened(self, name: str, path: str, x: Any, n_genes: int, genes: Rows | None) -> Matrix:
-        at = f"{self._name}: {path}"
+    def _opened(self, name: str, path: str, n_genes: int, genes: Rows | None) -> Matrix:
+        x, at = self._find(path), f"{self._name}: {path}"
         is_backed = isinstance(x, anndata.abc.CSRDataset | anndata.abc.CSCDataset)
         node = Node(x.group if is_backed else x, self._name, path)
         if node.encoding not in ("csr", "csc", "dense"):
@@ -225,71 +191,66 @@ class MemoryContent(Content):
             raise SourceError(
                 f"{at} has shape {node.shape}, but obs and var require {(self.n_rows, n_genes)}: the source is damaged"
             )
-        if node.encoding == "csc":
-            if genes is not None:
-                with reading(at):
-                    node = Node(x[:, genes] if is_backed else _of_genes(x, genes), self._name, path)
-            return CscMatrix(node, name, shape=(node.shape[0], node.shape[1]), window_bytes=self._window_bytes)
-        (node["data"] if node.encoding == "csr" else node).number_dtype  # noqa: B018 - raises SourceError
+        (node if node.encoding == "dense" else node["data"]).number_dtype  # noqa: B018 - raises SourceError
         if node.encoding == "dense":
-            return self._read(name, lambda start, stop: x[start:stop], x, n_genes, genes, at)
+            return self._read(name, lambda start, stop: x[start:stop], x, genes, at)
         n_values, indptr = node["data"].shape[0], node["indptr"]
         if node["indices"].number_dtype.kind not in "iu" or indptr.number_dtype.kind not in "iu":
             raise SourceError(f"{at}/indices and indptr must hold integers: the source is damaged")
+        if node.encoding == "csc":
+            with reading(at):
+                node = node if genes is None else Node(_of_genes(x, genes), self._name, path)
+            return CscMatrix(node, name, shape=(node.shape[0], node.shape[1]), window_bytes=self._window_bytes)
         if indptr.numbers(0, 1)[0] != 0 or indptr.numbers(self.n_rows, self.n_rows + 1)[0] > n_values:
             raise SourceError(f"{at}/indptr does not fit the {n_values} values: the source is damaged")
-        return self._read(name, _rows_of(node), x, n_genes, genes, at)
+        return self._read(name, _rows_of(node), x, genes, at)
 
-    def _read(
-        self, name: str, read: Callable[[int, int], Any], x: Any, n_genes: int, genes: Rows | None, at: str
-    ) -> Matrix:
+    def _read(self, name: str, read: Callable[[int, int], Any], x: Any, genes: Rows | None, at: str) -> Matrix:
+        """A matrix in memory or in a file."""
+
         def rows(start: int, stop: int) -> Any:
             with reading(at, needs=_NEEDS):
-                found = read(start, stop)
-                if x is not None:
-                    return found if genes is None else _of_genes(found, genes)
-            called = f"{at}({start}, {stop})"
-            if not scipy.sparse.issparse(found) or found.format != "csr":
-                raise SourceError(f"{called} returned a {type(found).__name__}, not a CSR matrix of scipy.sparse")
-            if found.shape != (stop - start, n_genes):
-                raise SourceError(f"{called} returned {found.shape}, not {(stop - start, n_genes)}: cells x genes")
-            with reading(at, needs=_NEEDS):
-                return found if genes is None else _of_genes(found, genes)
+                return _of_genes(read(start, stop), genes)
 
-        is_known = x is not None or self.n_rows
-        like = rows(0, min(1, self.n_rows)) if is_known else scipy.sparse.csr_matrix((0, n_genes), dtype=np.float32)
-        n_stored = self._n_values if x is None else None if not scipy.sparse.issparse(x) else x.nnz
+        like, n_stored = rows(0, min(1, self.n_rows)), x.nnz if scipy.sparse.issparse(x) else None
+        return ReadMatrix(name, rows, like, n_rows=self.n_rows, at=at, n_stored=n_stored)
+
+    def _in_blocks(self, name: str, lists: ListRows, genes: Rows | None) -> Matrix:
+        like = _of_genes(scipy.sparse.csr_matrix((0, lists.n_genes), dtype=lists.dtype), genes)
         return ReadMatrix(
             name,
-            rows,
+            lambda first_row: (_of_genes(block, genes) for block in lists.blocks(first_row)),
             like,
             n_rows=self.n_rows,
-            n_genes=n_genes if genes is None else len(genes),
-            at=at,
-            n_stored=n_stored,
-            any_rows=self._frame is None,
+            at=self._name,
+            n_stored=lists.n_values,
+            blocks=True,
         )
+
+    def _in_rows(self, name: str, source: RowSource, genes: Rows | None) -> Matrix:
+        at, n_genes = f"{self._name}: rows", len(self._adata.var)
+
+        def rows(start: int, stop: int) -> Any:
+            called = f"{at}({start}, {stop})"
+            with reading(at, needs=_NEEDS):
+                found = source.rows(start, stop)
+                if not scipy.sparse.issparse(found) or found.format != "csr":
+                    raise SourceError(f"{called} returned a {type(found).__name__}, not a CSR matrix of scipy.sparse")
+                if found.shape != (stop - start, n_genes):
+                    raise SourceError(f"{called} returned {found.shape}, not {(stop - start, n_genes)}: cells x genes")
+                return _of_genes(found, genes)
+
+        empty = scipy.sparse.csr_matrix((0, n_genes), dtype=np.float32)
+        like = rows(0, 1) if self.n_rows else _of_genes(empty, genes)
+        n_values = getattr(source, "n_values", None)
+        return ReadMatrix(name, rows, like, n_rows=self.n_rows, at=at, n_stored=n_values)
 
     # ---- everything else
 
-    def elements(self) -> Iterator[tuple[str, Any]]:
-        raw = "raw/" if self._select.x == "raw/X" else ""
-        for part in ("varm",) if raw else ("varm", "varp"):
-            for name in self._keys(f"{raw}{part}"):
-                element = taken(self._element(f"{raw}{part}/{name}"), self._genes, columns=part == "varp")
-                yield f"{part}/{name}", _with_names(element, self.var.index)
-        yield "uns", dict(self._adata.uns)
-        for path in self._obsm:
-            if not self._is_array(path):
-                yield path, _with_names(self._element(path), self.obs_names())
-        for path in (f"obsp/{name}" for name in self._keys("obsp")):
-            if path not in self._graphs:
-                yield path, self._element(path)
-        if self.raw_var is not None:
-            for name in self._keys("raw/varm"):
-                yield f"raw/varm/{name}", _with_names(self._element(f"raw/varm/{name}"), self.raw_var.index)
+    def _uns(self) -> dict[str, Any]:
+        return dict(self._adata.uns)
 
-    def _element(self, path: str) -> Any:
+    def _element(self, path: str, frame: str) -> Any:
         found = self._find(path)
         with reading(f"{self._name}: {path}", "cannot be computed"):
             if hasattr(found, "compute"):  # a dask array
@@ -312,19 +273,15 @@ def _rows_of(node: Node) -> Callable[[int, int], Any]:
     return read
 
 
-def _of_genes(x: Any, genes: Rows) -> Any:
+def _of_genes(x: Any, genes: Rows | None) -> Any:
     """Some columns of a matrix. Of a sparse one SciPy moves the positions of the values, which may be float16."""
-    if not scipy.sparse.issparse(x):
-        return x[:, genes]
+    if genes is None or not scipy.sparse.issparse(x):
+        return x if genes is None else x[:, genes]
     positions = type(x)((np.arange(len(x.indices)), x.indices, x.indptr), x.shape)
     positions.check_format(full_check=True)
     found = positions[:, genes]
     found.data = x.data[found.data]
     return found
-
-
-def _with_names(element: Any, names: pd.Index) -> Any:
-    return element.set_axis(names) if isinstance(element, pd.DataFrame) else element
 
 
 def _named(var: pd.DataFrame, by: Any, at: str) -> pd.DataFrame:
@@ -346,7 +303,7 @@ def _named(var: pd.DataFrame, by: Any, at: str) -> pd.DataFrame:
     return renamed(var, renamed_by(new, var.index, at))
 
 
-def rows_content(source: RowSource, select: Selection, *, window_bytes: int) -> MemoryContent:
+def rows_content(source: RowSource, select: Selection, how: Reading) -> MemoryContent:
     """What is stored of a RowSource. Raises SourceError if it is not as it has to be."""
     name = type(source).__name__
     for frame in ("obs", "var"):
@@ -357,36 +314,8 @@ def rows_content(source: RowSource, select: Selection, *, window_bytes: int) -> 
     return MemoryContent(
         ad.AnnData(obs=source.obs, var=source.var),
         select,
+        how,
         name=name,
         label=name,
-        window_bytes=window_bytes,
-        read_x=source.rows,
-        n_values=getattr(source, "n_values", None),
+        rows=source,
     )
-
-
-class InOrder:
-    """Rows that come in `blocks(first_row)`, CSR matrices of consecutive rows, by their numbers.
-
-    Rows that follow those that were read last are read on; any others begin again.
-    """
-
-    def __init__(self, blocks: Callable[[int], Iterator[Any]], n_genes: int) -> None:
-        self._blocks, self._reading, self._next = blocks, iter(()), -1
-        self._left: Any = None
-        self._n_genes = n_genes
-
-    def __call__(self, start: int, stop: int) -> Any:
-        if start != self._next:
-            self._reading, self._next, self._left = self._blocks(start), start, None
-        parts: list[Any] = []
-        lacking = stop - start
-        while lacking:
-            block = self._left if self._left is not None else next(self._reading, None)
-            if block is None:
-                break
-            parts.append(block[:lacking])
-            self._left = block[lacking:] if block.shape[0] > lacking else None
-            lacking -= parts[-1].shape[0]
-        self._next = stop
-        return scipy.sparse.vstack(parts, format="csr") if len(parts) > 1 else parts[0]

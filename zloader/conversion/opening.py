@@ -29,9 +29,9 @@ from zloader.common.errors import (
     TruncatedObjectError,
 )
 from zloader.common.messages import listed, warn_user
-from zloader.common.options import FetchOptions, MiB
-from zloader.conversion.contents import DatasetContent, WholeContent, refuse_unknown
-from zloader.conversion.memory import InOrder, MemoryContent, RowSource, rows_content
+from zloader.conversion.chosen import Reading, refuse_unknown, unique
+from zloader.conversion.contents import DatasetContent, WholeContent
+from zloader.conversion.memory import MemoryContent, RowSource, rows_content
 from zloader.conversion.parquet import Parquet
 from zloader.conversion.port import Content, Opened, Part
 from zloader.conversion.reorder import ArrangedContent, Permutation
@@ -47,6 +47,7 @@ from zloader.selecting.gene_names import GeneJoin
 Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource | Parquet | Dataset
 Sources: TypeAlias = Source | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
 
+_AS_STORED = Reading()
 _ONE = (str, os.PathLike, ad.AnnData, Dataset, Parquet, RowSource)
 _NOT_A_LIST = (str, bytes, os.PathLike, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)
 _ANNDATA = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
@@ -59,28 +60,13 @@ _SUFFIXES = (".h5ad", ".h5mu", ".zarr", ".h5", ".hdf5", ".parquet")
 _DAMAGED = (FormatError, MissingColumnError, CorruptChunkError, TruncatedObjectError, MissingObjectError)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How sources are read and their rows arranged: `window_bytes` bound what is sorted at once."""
-
-    window_bytes: int = 64 * MiB
-    memory: int = 256 * MiB
-    shuffle_seed: int | None = None
-    order: Any = None
-
-    @property
-    def options(self) -> FetchOptions:
-        """How rows of a Dataset are read."""
-        return FetchOptions(memory=max(16 * MiB, self.memory))
-
-
 @contextlib.contextmanager
 def open_parts(
     sources: Sources,
     select: Selection,
     *,
     storage_options: Mapping[str, Any] | None = None,
-    how: Reading = Reading(),
+    how: Reading = _AS_STORED,
 ) -> Iterator[Opened]:
     """Opens sources, and what is stored of them. Only metadata, names and var are read.
 
@@ -116,36 +102,20 @@ def _opened(
         return _of_dataset(sources, select, [_label(store.location) for store in sources.stores], how)
     if isinstance(sources, ad.AnnData):
         name = "the AnnData in memory"
-        content: Content = MemoryContent(sources, select, name=name, label="adata", window_bytes=how.window_bytes)
+        content: Content = MemoryContent(sources, select, how, name=name, label="adata")
         return _alone(content, name, "adata")
     if isinstance(sources, Parquet):
         return _of_parquet(stack.enter_context(sources.open(storage_options or {})), select, how)
     if isinstance(sources, RowSource):
         name = type(sources).__name__
-        content = rows_content(sources, select, window_bytes=how.window_bytes)
+        content = rows_content(sources, select, how)
         return _alone(content, name, name, identity=getattr(sources, "fingerprint", None))
-    try:
-        return _of_paths(sources, select, storage_options, how)
-    except FormatError:
-        if not isinstance(sources, str | os.PathLike):
-            raise
-        location = location_of(sources, storage_options)
-        if location.is_web or not any(name.endswith(".parquet") for name in location.names()):
-            raise
-        return _of_parquet(stack.enter_context(Parquet(sources).open(storage_options or {})), select, how)
+    return _of_paths(sources, select, storage_options, how)
 
 
 def _of_parquet(source: Any, select: Selection, how: Reading) -> Opened:
-    content = MemoryContent(
-        ad.AnnData(var=source.var),
-        select,
-        name=source.name,
-        label=source.label,
-        window_bytes=how.window_bytes,
-        read_x=InOrder(source.blocks, source.n_genes),
-        n_values=source.n_values,
-        frame=source,
-    )
+    adata = ad.AnnData(var=source.var)
+    content = MemoryContent(adata, select, how, name=source.name, label=source.label, lists=source)
     return _alone(content, source.name, source.label, bytes_in=source.bytes_in, identity=source.fingerprint)
 
 
@@ -169,17 +139,17 @@ def _of_paths(sources: Any, select: Selection, storage_options: Mapping[str, Any
     if not given:
         raise OptionError("the list of sources is empty: pass at least one source")
     for source in given:
-        if not isinstance(source, _ONE):
+        if isinstance(source, str | os.PathLike):
+            continue
+        kind = type(source).__name__
+        if isinstance(source, _ONE):
             raise OptionError(
-                "sources must be paths, URLs, AnnData in memory, zl.Dataset, zl.Parquet or a zl.RowSource, not "
-                f"{type(source).__name__}"
+                f"several sources must be paths or URLs, in a list or a mapping from labels to them, not {kind}: "
+                "concatenate AnnData in memory with anndata.concat, and convert the result"
             )
-    for source in given:
-        if not isinstance(source, str | os.PathLike):
-            raise OptionError(
-                "several sources must be paths or URLs, in a list or a mapping from labels to them, not "
-                f"{type(source).__name__}: concatenate AnnData in memory with anndata.concat, and convert the result"
-            )
+        raise OptionError(
+            f"sources must be paths, URLs, AnnData in memory, zl.Dataset, zl.Parquet or a zl.RowSource, not {kind}"
+        )
     parted = [_modality_of(os.fspath(source), storage_options) for source in given]
     modalities = {modality for _, modality in parted}
     if len(modalities) > 1:
@@ -201,15 +171,13 @@ def _of_paths(sources: Any, select: Selection, storage_options: Mapping[str, Any
                 pass
         return result
     except FormatError as error:
-        if tables := _tables(locations[0]):
-            raise SourceError(f"{error}. Its tables are AnnData: convert {tables}, for example") from error
         path = Path(locations[0].path)
         may_read = any(isinstance(each, NotInPlaceError) for each in (error, error.__cause__))
         if not may_read or len(locations) > 1 or locations[0].scheme != "file" or path.suffix == ".h5mu":
             raise
         adata = _read_by_anndata(locations[0].path, error)
         name, label = locations[0].url, of_given[0] or _label(locations[0])
-        content = MemoryContent(adata, select, name=name, label=label, window_bytes=how.window_bytes)
+        content = MemoryContent(adata, select, how, name=name, label=label)
         status = Path(locations[0].path).stat()
         identity = [label, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         return _alone(content, name, label, bytes_in=status.st_size, identity=identity)
@@ -248,12 +216,6 @@ def _modality_of(source: str, storage_options: Mapping[str, Any] | None) -> tupl
     return source, ""
 
 
-def _tables(location: Location) -> str:
-    """The first table of a SpatialData, or ""."""
-    names = sorted(key.split("/")[1] for key in location.listing() if key.startswith("tables/") and key.count("/") > 1)
-    return f"{location.url.rstrip('/')}/tables/{names[0]}" if names else ""
-
-
 def _read_by_anndata(path: str, refused: FormatError) -> ad.AnnData:
     """A local file that is not opened in place, as anndata reads it. Raises what opening it said, if that fails."""
     with contextlib.suppress(Exception), warnings.catch_warnings():
@@ -287,25 +249,13 @@ def _stem(name: str) -> str:
     return Path(name).stem if name.endswith(_SUFFIXES) else name
 
 
-def _unique(labels: Sequence[str]) -> list[str]:
-    """Appends -1, -2, ... to labels that another source has."""
-    taken: list[str] = []
-    for label in labels:
-        own, repeats = label, 0
-        while own in taken:
-            repeats += 1
-            own = f"{label}-{repeats}"
-        taken.append(own)
-    return taken
-
-
 # ---- datasets
 
 
 def _of_dataset(
     dataset: Dataset, select: Selection, labels: Sequence[str], how: Reading, *, modality: str = ""
 ) -> Opened:
-    labels, stores = _unique(labels), dataset.stores
+    labels, stores = list(unique(pd.Index(labels, dtype=object))), dataset.stores
     for store in stores if not modality else ():
         _require_modalities(store)
     if modality:
@@ -314,32 +264,21 @@ def _of_dataset(
                 f"{dataset.url} has no modality {modality!r}: name one of its modalities "
                 f"({listed(dataset.modalities)}), such as {dataset.url}/{(dataset.modalities or ['rna'])[0]}"
             )
-        content: Content = DatasetContent(
-            dataset, select, labels, options=how.options, window_bytes=how.window_bytes, modality=modality, alone=True
-        )
+        content: Content = DatasetContent(dataset, select, labels, how, modality=modality, alone=True)
         parts = [Part(path="", content=content, attributes=_ANNDATA)]
     elif dataset.modalities:
         parts = _of_mudata(dataset, select, labels, how)
     else:
-        parts = [
-            Part(
-                path="",
-                content=DatasetContent(dataset, select, labels, options=how.options, window_bytes=how.window_bytes),
-                attributes=_ANNDATA,
-            )
-        ]
+        content = DatasetContent(dataset, select, labels, how)
+        parts = [Part(path="", content=content, attributes=_ANNDATA)]
     first = parts[0].content
-    if len(parts) == 1 and isinstance(first, DatasetContent) and "X" not in first._matrices:
+    if len(parts) == 1 and isinstance(first, DatasetContent) and "X" not in first.matrix_names:
         layers = ", ".join(name for name in first.known if name.startswith("layers/")) or "no layers either"
         raise SourceError(
             f"{dataset.url} has no X, so there is nothing to train on. It holds: {layers}. Choose another matrix as X "
             "with select=zl.Selection(x=...) (--x)"
         )
-    panel = (
-        []
-        if dataset.matrices.panel is None
-        else [(frame, genes.positions.tolist()) for frame, genes in dataset.matrices.panel.items()]
-    )
+    panel = [(frame, genes.positions.tolist()) for frame, genes in (dataset.matrices.panel or {}).items()]
     return Opened(
         names=[store.location.url for store in stores],
         labels=labels,
@@ -388,15 +327,11 @@ def _of_mudata(dataset: Dataset, select: Selection, labels: Sequence[str], how: 
     modalities = {}
     for name in dataset.modalities:
         own = _of_part(dataset, select, f"mod/{name}/")
-        modalities[name] = DatasetContent(
-            dataset, own, labels, options=how.options, window_bytes=how.window_bytes, modality=name
-        )
-    if not any(content._matrices for content in modalities.values()):
+        modalities[name] = DatasetContent(dataset, own, labels, how, modality=name)
+    if not any(content.matrix_names for content in modalities.values()):
         raise SourceError(f"no modality of {dataset.url} has X or layers, so there is nothing to train on")
     own = dataclasses.replace(_of_part(dataset, select, ""), source_column=select.source_column)
-    whole = WholeContent(
-        dataset, own, labels, options=how.options, window_bytes=how.window_bytes, modalities=modalities
-    )
+    whole = WholeContent(dataset, own, labels, how, modalities)
     of_modalities = [
         Part(path=f"mod/{name}", content=content, attributes=_MODALITY) for name, content in modalities.items()
     ]

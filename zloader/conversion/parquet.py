@@ -297,6 +297,8 @@ class ListRows:
         self._types = {name: found for name, found in first.items() if name not in self._lists}
         self.n_rows = sum(sum(file.groups) for file in files)
         self.n_values = sum(file.n_values for file in files)
+        values = np.dtype(first[columns[1]].value_type.to_pandas_dtype())
+        self.dtype = np.dtype(np.float32) if values == np.float16 else values  # which scipy lacks
         self._said = False
 
     def obs_names(self) -> pd.Index:
@@ -385,7 +387,7 @@ class ListRows:
                 gene = flat[0][int(np.arange(len(flat[0]))[kept][at])].as_py()
                 why = said.format(gene=gene, value=values[at])
                 raise SourceError(f"{file}: row {row + _row_of(at, indptr)} {why}")
-        values = values.astype(np.float32) if values.dtype == np.float16 else values  # which scipy lacks
+        values, positions = values.astype(self.dtype, copy=False), positions.astype(np.int32, copy=False)
         return scipy.sparse.csr_matrix((values, positions, indptr), (len(indptr) - 1, self.n_genes))
 
     def _without_markers(self, indptr: Rows, flat: Sequence[Any], file: str) -> tuple[Rows, Any]:

@@ -88,69 +88,77 @@ def _not_exact(sums: NDArray[Any], exact: NDArray[np.float64]) -> Rows:
 class ReadMatrix(Matrix):
     """A matrix whose rows `[start, stop)` are what `read` returns: CSR of SciPy in any order, or a dense array.
 
-    `like` has the dtypes of all of them; it is CSR or dense, as they are.
+    With `blocks`, `read(first_row)` returns them from a row on, in blocks. `like` has the genes and dtypes of all of
+    them; it is CSR or dense, as they are.
     """
 
-    def __init__(  # noqa: PLR0913 - all but two are keyword-only
+    def __init__(  # noqa: PLR0913 - all but three are keyword-only
         self,
         name: str,
-        read: Callable[[int, int], Any],
+        read: Callable[..., Any],
         like: Any,
         *,
         n_rows: int,
-        n_genes: int,
         at: str,
         n_stored: int | None = None,
         together: int = 1,
-        any_rows: bool = True,
+        blocks: bool = False,
     ) -> None:
-        """`at` names the matrix in messages. Dense windows have multiples of `together` rows, if so many fit.
-
-        `any_rows` says that rows can be read without reading those before.
-        """
-        super().__init__(name, n_rows=n_rows, n_genes=n_genes)
-        self._read, self._at, self._together, self._any_rows = read, at, together, any_rows
+        """`at` names the matrix in messages. Dense windows have multiples of `together` rows, if so many fit."""
+        super().__init__(name, n_rows=n_rows, n_genes=like.shape[1])
+        self._read, self._at, self._together, self._in_blocks = read, at, together, blocks
         self.dense, self.dtype = not scipy.sparse.issparse(like), like.dtype.newbyteorder("=")
         self.genes_dtype = np.dtype(np.int64) if self.dense else like.indices.dtype
-        self.n_stored = n_rows * n_genes if self.dense else n_stored
+        self.n_stored = n_rows * self.n_genes if self.dense else n_stored
 
     def sample(self) -> Iterator[Window]:
-        if not self._any_rows:
+        if self._in_blocks:
             return super().sample()
         n_rows = max(1, _SAMPLE_BYTES // max(1, self.n_genes * self.dtype.itemsize)) if self.dense else _FIRST_ROWS
         return (self.rows(start, stop) for start, stop in _spread(self.n_rows, n_rows))
 
     def rows(self, start: int, stop: int) -> Window:
+        if self._in_blocks:
+            return super().rows(start, stop)
         rows, at = self._read(start, stop), f"{self._at}({start}, {stop})"
         if self.dense:
-            return self._dense(rows, at)
+            return self._dense(rows)
         self._require_sound(rows, start, at)
         return canonical(rows.indptr.astype(np.int64), *self._cast(rows), at=self._at, first_row=start)
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
-        start, step, n_values = first_row, _FIRST_ROWS, 0
-        if self.dense:
-            step = max(1, MOST_BYTES // max(1, self.n_genes * self.dtype.itemsize))
-            step -= step % self._together if step > self._together else 0
-        while start < self.n_rows:
-            stop = min(start + step, self.n_rows)
-            rows, at = self._read(start, stop), f"{self._at}({start}, {stop})"
+        start, n_values = first_row, 0
+        for rows in self._read(first_row) if self._in_blocks else self._steps(first_row):
             if self.dense:
-                yield self._dense(rows, at)
-            else:
-                self._require_sound(rows, start, at)
-                n_values += int(rows.indptr[-1])
-                yield from self._sparse(rows, start)
-                row_bytes = (rows.data.nbytes + rows.indices.nbytes) / (stop - start)
-                step = max(1, int(MOST_BYTES / max(_ROW_BYTES, row_bytes)))
+                yield self._dense(rows)
+                continue
+            stop = start + rows.shape[0]
+            self._require_sound(rows, start, f"{self._at}({start}, {stop})")
+            n_values += int(rows.indptr[-1])
+            yield from self._sparse(rows, start)
             start = stop
-        if self.n_stored is not None and n_values > self.n_stored:
+        if not self.dense and self.n_stored is not None and n_values > self.n_stored:
             raise SourceError(
                 f"{self._at} returned {n_values} values in all, but n_values is {self.n_stored}: state their number, "
                 "or a larger one"
             )
 
-    def _dense(self, rows: NDArray[Any], at: str) -> Window:
+    def _steps(self, start: int) -> Iterator[Any]:
+        """The rows from `start` on, about 16 MiB at a time."""
+        step = _FIRST_ROWS
+        if self.dense:
+            step = max(1, MOST_BYTES // max(1, self.n_genes * self.dtype.itemsize))
+            step -= step % self._together if step > self._together else 0
+        while start < self.n_rows:
+            stop = min(start + step, self.n_rows)
+            rows = self._read(start, stop)
+            yield rows
+            if not self.dense:
+                row_bytes = (rows.data.nbytes + rows.indices.nbytes) / (stop - start)
+                step = max(1, int(MOST_BYTES / max(_ROW_BYTES, row_bytes)))
+            start = stop
+
+    def _dense(self, rows: NDArray[Any]) -> Window:
         values = np.ascontiguousarray(rows, self.dtype)
         lengths = np.full(len(values), self.n_genes, np.int64)
         return Window(lengths=lengths, genes=np.empty(0, np.int64), values=values.reshape(-1))

@@ -20,12 +20,13 @@ from zloader.access.location import Location, location_of
 from zloader.common.keywords import answers
 from zloader.common.options import MiB
 from zloader.common.progress import progress_bars
+from zloader.conversion.chosen import Reading
 from zloader.conversion.comparison import AGAINST, DAMAGED, arrangement, compare, reporting
 from zloader.conversion.destination import MARKER
 from zloader.conversion.elements import library_settings
 from zloader.conversion.encode import ConvertOptions, working_bytes
 from zloader.conversion.hierarchy import Findings, Hierarchy, Problem
-from zloader.conversion.opening import Reading, Sources, open_parts
+from zloader.conversion.opening import Sources, open_parts
 from zloader.conversion.port import Opened
 from zloader.conversion.scan import Scan
 from zloader.conversion.selection import Selection
