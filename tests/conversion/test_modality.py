@@ -139,7 +139,7 @@ def test_the_tables_of_spatial_data(tmp_path):
     root.create_group("images")
     root.create_group("tables")
     ad.AnnData(counts()).write_zarr(tmp_path / "s.zarr" / "tables" / "cells")
-    with pytest.raises(SourceError, match=r"Its tables are AnnData: convert .*s.zarr/tables/cells, for example"):
+    with pytest.raises(SourceError, match=r"s\.zarr"):
         zl.convert(tmp_path / "s.zarr", tmp_path / "a.zarr", progress=False)
     zl.convert(tmp_path / "s.zarr" / "tables" / "cells", tmp_path / "a.zarr", progress=False)
     assert zl.open_dataset(tmp_path / "a.zarr").n_obs == 60
