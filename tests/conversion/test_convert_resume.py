@@ -26,6 +26,7 @@ from sources import (
     files,
     frame,
     full_anndata,
+    write_csr,
     write_h5ad,
 )
 
@@ -86,6 +87,22 @@ def test_goes_on_after_the_last_whole_shard(tmp_path: Path, layout: str, options
         assert len(twice) <= 4, (before, again)
         assert files(dest) == whole
     assert kept > 10
+
+
+def test_mended_rows_are_counted_once_although_some_are_read_again(tmp_path: Path) -> None:
+    x = counts()
+    for row in range(0, 60, 4):  # whose genes descend
+        part = slice(*x.indptr[row : row + 2])
+        x.indices[part], x.data[part] = x.indices[part][::-1].copy(), x.data[part][::-1].copy()
+    source = write_csr(tmp_path / "a.h5ad", x)
+    report = convert(source, tmp_path / "whole.zarr")
+    assert 0 < report.rows_made_canonical["X"] <= 15
+    for survives in (10, 14, 20):
+        dest = tmp_path / f"{survives}.zarr"
+        interrupted(dest, source, survives)
+        again = zl.convert(source, dest, options=SMALL, resume=True, progress=False)
+        assert again.rows_made_canonical == report.rows_made_canonical
+        assert files(dest) == files(tmp_path / "whole.zarr")
 
 
 @pytest.mark.slow

@@ -8,10 +8,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import anndata as ad
 import h5py
 import pytest
 from damage import IN_HDF5, check, h5ad
 from helpers import TESTS
+from sources import counts
 
 import zloader as zl
 from zloader.common import errors
@@ -67,3 +69,16 @@ def test_a_group_that_cannot_be_read_is_not_left_out(tmp_path: Path, group: str)
         file[group] = h5py.SoftLink("/nowhere")
     with pytest.raises(errors.SourceError, match=rf"{group} of .*a\.h5ad"):
         zl.convert(path, tmp_path / "a.zarr", progress=False)
+
+
+def test_genes_of_a_csc_matrix_with_indices_that_are_no_integers(tmp_path: Path) -> None:
+    """Which is not read in place, so that anndata chooses the genes."""
+    path = tmp_path / "a.h5ad"
+    ad.AnnData(counts().tocsc()).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        indices = file["X/indices"][:]
+        del file["X/indices"]
+        file["X/indices"] = indices + 0.5
+    for select in (zl.Selection(), zl.Selection(genes=["3", "1"])):
+        with pytest.raises(errors.SourceError, match="integers"):
+            zl.convert(path, tmp_path / "a.zarr", select=select, progress=False)

@@ -138,17 +138,16 @@ def _of_paths(sources: Any, select: Selection, storage_options: Mapping[str, Any
         raise OptionError(f"the labels of sources must be text, not {listed(map(repr, labels))}")
     if not given:
         raise OptionError("the list of sources is empty: pass at least one source")
-    for source in given:
-        if isinstance(source, str | os.PathLike):
-            continue
-        kind = type(source).__name__
-        if isinstance(source, _ONE):
+    if others := [source for source in given if not isinstance(source, str | os.PathLike)]:
+        unknown = [source for source in others if not isinstance(source, _ONE)]
+        kind = type((unknown or others)[0]).__name__
+        if unknown:
             raise OptionError(
-                f"several sources must be paths or URLs, in a list or a mapping from labels to them, not {kind}: "
-                "concatenate AnnData in memory with anndata.concat, and convert the result"
+                f"sources must be paths, URLs, AnnData in memory, zl.Dataset, zl.Parquet or a zl.RowSource, not {kind}"
             )
         raise OptionError(
-            f"sources must be paths, URLs, AnnData in memory, zl.Dataset, zl.Parquet or a zl.RowSource, not {kind}"
+            f"several sources must be paths or URLs, in a list or a mapping from labels to them, not {kind}: "
+            "concatenate AnnData in memory with anndata.concat, and convert the result"
         )
     parted = [_modality_of(os.fspath(source), storage_options) for source in given]
     modalities = {modality for _, modality in parted}
