@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse
-from helpers import counts, dense, of_genes, write_store
+from helpers import counts, dense, write_store
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -321,12 +321,3 @@ def test_highly_variable_genes_of_a_panel_are_chosen_among_its_genes(dataset, tr
     found = dataset[:, names].highly_variable_genes(4, **options)
     assert found.index.tolist() == names.tolist()
     assert not found.equals(dataset.highly_variable_genes(4, **options).loc[names])
-
-
-def test_a_panel_whose_store_has_only_another_one_in_the_cache_says_that_it_reads_again(tmp_path, caplog):
-    zl.convert(counts(60, 20), tmp_path / "store.zarr", progress=False)
-    cache = zl.Cache(tmp_path / "cache", form="compact")
-    for genes, warns in (([1, 2], False), ([1, 2], False), ([3, 4], True), ([3, 4], False), (None, True), ([5], False)):
-        caplog.clear()
-        list(zl.Loader(of_genes(zl.open_dataset(tmp_path / "store.zarr", cache=cache), genes)))
-        assert ("the store is read again" in caplog.text) == warns, genes
