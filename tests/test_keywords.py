@@ -102,25 +102,6 @@ def test_other_type_errors_stay_as_they_are() -> None:
         Own(None, own=1, batch_siz=2)
 
 
-def test_a_label_as_a_keyword_becomes_an_expression() -> None:
-    said = r"""Dataset\.where has no option 'donor': write where\("donor == 'd1'"\)$"""
-    with pytest.raises(KeywordError, match=said):
-        zl.Dataset.where(None, donor="d1")
-
-
-@pytest.mark.parametrize(
-    ("call", "n_given", "said"),
-    [
-        (zl.Loader, 2, r"Loader takes its options by name: write Loader\(\.\.\., batch_size=\.\.\.\)"),
-        (zl.Cache, 3, r"Cache takes its options by name: write Cache\("),
-        (zl.open_dataset, 2, r"open_dataset takes its options by name: write open_dataset\(\.\.\., "),
-    ],
-)
-def test_options_without_their_names(call: Any, n_given: int, said: str) -> None:
-    with pytest.raises(KeywordError, match=said):
-        call(*[None] * n_given)
-
-
 def test_signatures_docstrings_and_classes_stay() -> None:
     assert isinstance(zl.Loader, type)
     assert str(inspect.signature(zl.Loader)).startswith("(dataset: 'Dataset', *, batch_size: 'int' = 64")

@@ -19,7 +19,7 @@ import numpy as np
 import zarr
 import zarr.errors
 
-from zloader.common.errors import FormatError, MissingObjectError, ZloaderError
+from zloader.common.errors import MissingObjectError, ZloaderError
 from zloader.common.messages import listed
 from zloader.storage.layout import require_bytes
 
@@ -29,7 +29,7 @@ _MAX_OBJECTS = 10**9  # per array
 # The exceptions that zarr and its codecs raise for invalid metadata and for bytes that cannot be decoded.
 UNDECODABLE = (
     AttributeError,
-    OverflowError,
+    ArithmeticError,
     ValueError,
     RuntimeError,
     TypeError,
@@ -73,29 +73,11 @@ def without_stale(group: zarr.Group, store: Any, url: str) -> zarr.Group:
     different = consolidated.flattened_metadata.keys() ^ nodes
     if not different:
         return group
-    log.warning("%s, so they are not used (%s)", _stale(url), listed(sorted(different), 3))
+    names = listed(sorted(different), 3)
+    log.warning("the consolidated metadata of %s are not used: they are stale (%s); consolidate them again", url, names)
     fresh: zarr.Group = open_zarr_group(store, zarr_format=group.metadata.zarr_format, use_consolidated=False)
     store.forget_arrays()
     return fresh
-
-
-def _stale(url: str) -> str:
-    return f"the consolidated metadata of {url} are stale (run zarr.consolidate_metadata({url!r}))"
-
-
-def require_fresh(node: Any, url: str) -> None:
-    """Raises FormatError if consolidated metadata say something else about the arrays of a node than is stored."""
-    try:
-        arrays = arrays_below(node)
-    except UNDECODABLE:
-        return
-    for array in arrays:
-        try:
-            stored = zarr.open_array(array.store_path, mode="r", zarr_format=array.metadata.zarr_format)
-        except (*UNDECODABLE, OSError):
-            continue
-        if stored.metadata.to_dict() != array.metadata.to_dict():
-            raise FormatError(f"{array.path} of {url} cannot be read, because {_stale(url)}")
 
 
 def member_of(group: Any, path: str) -> Any:

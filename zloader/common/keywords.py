@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -19,8 +19,6 @@ from zloader.common.errors import KeywordError
 from zloader.common.messages import listed, nearest
 
 T = TypeVar("T")
-
-_CONDITION = "condition"  # an expression over obs, in place of which people write column="label"
 
 
 def answers(found: T) -> T:
@@ -33,23 +31,14 @@ def answers(found: T) -> T:
         answering = _answering(found)
         setattr(sys.modules[found.__module__], found.__name__, answering)
         return cast("T", answering)
-    for owner, name, method in _methods(found):
-        setattr(owner, name, _answering(method))
-    return found
-
-
-def _methods(found: Any) -> Iterator[tuple[type, str, FunctionType]]:
     for owner in getattr(found, "__mro__", ()):
         if owner.__module__.partition(".")[0] == "zloader" and not getattr(owner, "_is_protocol", False):
             for name, method in list(vars(owner).items()):
-                if isinstance(method, FunctionType) and (name == "__init__" or _takes_names(method)):
-                    yield owner, name, method
-
-
-def _takes_names(method: FunctionType) -> bool:
-    code = method.__code__
-    has_options = code.co_kwonlyargcount or _CONDITION in code.co_varnames[: code.co_argcount]
-    return bool(has_options) and not method.__name__.startswith("_")
+                if isinstance(method, FunctionType) and (
+                    name == "__init__" or (method.__code__.co_kwonlyargcount and not name.startswith("_"))
+                ):
+                    setattr(owner, name, _answering(method))
+    return found
 
 
 def _answering(function: FunctionType) -> Callable[..., Any]:
@@ -61,26 +50,13 @@ def _answering(function: FunctionType) -> Callable[..., Any]:
         try:
             return function(*args, **keywords)
         except TypeError:
-            answer = _answer(function, keywords) or _unnamed(function, len(args))
+            answer = _answer(function, keywords)
             if answer is None:
                 raise
         raise KeywordError(answer)
 
     vars(answering)["_answers"] = True
     return answering
-
-
-def _unnamed(function: FunctionType, n_given: int) -> str | None:
-    """The message for arguments without a name where a function wants them named; None if it takes them."""
-    parameters = inspect.signature(function).parameters.values()
-    by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-    most = function.__code__.co_argcount
-    if n_given <= most or not by_name or any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return None
-    called = function.__qualname__.removesuffix(".__init__")
-    first = "..., " if most > ("self" in function.__code__.co_varnames[:1]) else ""
-    example = f"{called}({first}{by_name[0]}=...)"
-    return f"{called} takes its options by name: write {example}; it has: {listed(by_name)}"
 
 
 def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
@@ -92,8 +68,6 @@ def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
         return None
     called = function.__qualname__.removesuffix(".__init__")
     answer = f"{called} has no option {unknown!r}"
-    if known[:1] == [_CONDITION]:
-        return f"{answer}: write {function.__name__}({f'{unknown} == {given[unknown]!r:.50}'!r})"
     for name in known:
         for word in re.findall(r"\w+", str(parameters[name].annotation)):
             options = function.__globals__.get(word)

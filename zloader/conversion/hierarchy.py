@@ -28,7 +28,7 @@ _PARTS = {
     "nullable-boolean": ("values", "mask"),
     "nullable-string-array": ("values", "mask"),
 }
-_UNREADABLE = (FormatError, *UNDECODABLE, ZeroDivisionError)
+_UNREADABLE = (FormatError, *UNDECODABLE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.access.zarr_groups import require_fresh, undecodable_key
+from zloader.access.zarr_groups import undecodable_key
 from zloader.common.errors import FormatError, SourceError, ZloaderError
 
 _RESERVED = ("", ".", "..", "zarr.json")  # by Zarr or by file systems
@@ -138,13 +138,9 @@ class Node:
     def numbers(self, start: int, stop: int) -> NDArray[Any]:
         """Items `[start, stop)` of an array of numbers along its first axis, in native byte order."""
         dtype = self.number_dtype
-        damaged = partial(self._damaged_key, start, stop)
+        damaged = partial(undecodable_key, self.native, start, stop)
         with reading(self.at, f"cannot be read at {start} to {stop}", damaged):
             return np.asarray(self.native[start:stop], dtype)
-
-    def _damaged_key(self, start: int, stop: int) -> str | None:
-        require_fresh(self.native, self.source)
-        return undecodable_key(self.native, start, stop)
 
 
 def _decoded(value: Any) -> Any:

@@ -26,7 +26,6 @@ from zloader.access.zarr_groups import (
     UNDECODABLE,
     member_of,
     open_zarr_group,
-    require_fresh,
     stored_keys,
     undecodable_key,
     without_stale,
@@ -192,7 +191,6 @@ class OpenedStore:
             raise
         except Exception as error:
             require_main_thread()
-            require_fresh(node, self.location.url)
             key = undecodable_key(node, start, stop)
             damaged = (
                 f", whose object {key} ({self._sizes[key]} bytes) is damaged"
