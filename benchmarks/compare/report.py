@@ -22,6 +22,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.compare.reporting.charts import Chart, save_svg
@@ -30,12 +31,13 @@ from benchmarks.compare.reporting.page import Report, Table, unbroken
 from benchmarks.compare.reporting.records import RecordsError, read
 from benchmarks.compare.reporting.results import Results
 from benchmarks.compare.reporting.tables import at_a_glance, machine, sections, verdict
-from benchmarks.compare.reporting.words import CEILING, OURS, value_text
+from benchmarks.compare.reporting.words import CEILING, OURS, is_ours, value_text
 
 BEGIN, END = "<!-- benchmarks -->", "<!-- end of benchmarks -->"
 _WIDTH = 120
 _IN_DOCS = ("cold_warm_local", "order", "cold_warm_cloud", "minibatch")  # the figures of the Markdown, by preference
 _N_IN_DOCS = 2
+_IN_HTML = ("turns", "load", "checked", "how it is set up", "with", "Python", "waiting", "s to the first minibatch")
 
 
 class MarkerError(Exception):
@@ -84,7 +86,8 @@ def markdown(results: Results, figures: str) -> str:
     intro = (
         f"This page is made by `benchmarks/compare/report.py` from the run `{results.records.path.name}`, which began "
         f"{facts['began']} on {facts.get('processor', 'a machine')} at commit {facts['commit']}. Do not edit it. "
-        "[benchmarks/README.md](../benchmarks/README.md) says how to repeat the run. "
+        "[benchmarks/README.md](../benchmarks/README.md) says how to repeat the run, and how to make the whole report "
+        "of it, which also has all variants of the tools, and how each was set up and checked. "
         "[Performance](performance.md) says how to compare the tools on your own data."
     )
     found = sections(results)
@@ -97,7 +100,7 @@ def markdown(results: Results, figures: str) -> str:
             parts.append("\n".join(textwrap.fill(_text(point), _WIDTH, initial_indent="- ", subsequent_indent="  ",
                                                  break_long_words=False) for point in section.points))  # fmt: skip
         parts += [_image(chart, figures) for chart in section.charts if chart.name in shown]
-        parts += map(_table, section.tables)
+        parts += [_table(_short(table)) for table in section.tables]
         if section.terms:
             parts.append(_table(Table("", ["word", "meaning"], list(section.terms.items()), words=True)))
         if section.facts:
@@ -117,6 +120,19 @@ def docs_charts(results: Results) -> list[Chart]:
 def _image(chart: Chart, folder: str) -> str:
     alt = _text(f"{chart.title}. {chart.caption} The table has the figures.").replace("[", "(").replace("]", ")")
     return f"![{alt}]({folder}/{chart.name}.svg)"
+
+
+def _short(table: Table) -> Table:
+    """The table without what only the HTML page has: some columns, and all but the best variant of another tool."""
+    kept = [column for column, name in enumerate(table.header) if name not in _IN_HTML]
+    axes = range(1, table.header.index("range") - 1) if "range" in table.header else range(0)
+    seen, rows = set(), []
+    for row in table.rows:  # the best one of each case first
+        case = (row[0].partition(",")[0], *(row[axis] for axis in axes))
+        if table.header[0] != "tool" or is_ours(row[0]) or case not in seen:
+            rows.append([row[column] for column in kept])
+        seen.add(case)
+    return replace(table, header=[table.header[column] for column in kept], rows=rows)
 
 
 def _table(table: Table) -> str:
