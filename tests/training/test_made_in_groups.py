@@ -17,7 +17,7 @@ from zloader.reading import gather
 from zloader.reading.fetch import FetchScheduler, GroupBytes, read_at_once
 from zloader.reading.recipe import Cutting
 from zloader.reading.resources import BufferPool
-from zloader.training.batch_transform import Made
+from zloader.training.minibatch import Made
 
 N_ROWS, N_GENES = 150, 60
 IDS = [f"gene {number}" for number in range(N_GENES)]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.testing import assert_resumes_anywhere
-from zloader.training.batch_transform import _bytes_of
+from zloader.training.minibatch import _bytes_of
 
 SIZES = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(4), "seed": 2}
 OPTIONS = {"obs": ["lane"], "obsm": ["place"], **SIZES}

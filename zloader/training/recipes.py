@@ -31,8 +31,7 @@ from zloader.tokenizers.geneformer import Geneformer
 from zloader.tokenizers.scgpt import ScGPT
 from zloader.tokenizers.tokenizer import BoundTokenizer
 from zloader.training.arrays import NumPy
-from zloader.training.batch_transform import BatchTransform, Made, made, require_function
-from zloader.training.minibatch import Minibatch, minibatches_of
+from zloader.training.minibatch import BatchTransform, Made, Minibatch, made, minibatches_of
 from zloader.transforms.transform import Transforms, transforms_of
 
 if TYPE_CHECKING:
@@ -82,7 +81,12 @@ class LoaderRecipes:
             self._arrays, self.device = Torch(), usable_device(self.device, self.layout)
         elif self.device is not None:
             raise OptionError(f"NumPy has no devices: leave device={self.device!r:.100} out, or take framework='torch'")
-        require_function(self.batch_transform)
+        function = self.batch_transform
+        if function is not None and (not callable(function) or isinstance(function, type)):
+            raise OptionError(
+                f"batch_transform must be a function of a Minibatch, not {function!r:.100}: objects of zl.transforms "
+                "go into the list transforms=[...]"
+            )
         self._require_parts()
         self.tokenizer = bound_tokenizer(self.tokens, self.dataset)
         dense, dtype = self.layout == "dense", self.dtype or "float32"
