@@ -313,7 +313,7 @@ def test_conditions(dataset: zl.Dataset, condition: str, says: str, right: str) 
 
 def test_a_minibatch_names_its_parts(dataset: zl.Dataset) -> None:
     minibatch = next(iter(zl.Loader(dataset, batch_size=8)))
-    with pytest.raises(AttributeError, match=r"has no 'X'; it has: row, index, x, obs.*Did you mean 'x'\?"):
+    with pytest.raises(AttributeError, match=r"has no 'X' here, only: row, index, x, obs.*Did you mean 'x'\? A Loader"):
         _ = minibatch.X  # type: ignore[attr-defined]
     assert not hasattr(minibatch, "_nothing")
 
@@ -374,7 +374,6 @@ def test_mouse_genes(tmp_path: Path) -> None:
     tokens = zl.tokenizers.ScGPT({"<pad>": 0, "<cls>": 1, "GAPDH": 2, "ACTB": 3, "CD4": 4}, x="X")
     options: dict[str, Any] = {"batch_size": 5, "tokens": tokens}
     message = refused(lambda: zl.Loader(zl.open_dataset(tmp_path / "mouse.h5ad"), **options))
-    assert "mouse genes" in message
     assert "genes_by=str.upper" in message
     next(iter(zl.Loader(zl.open_dataset(tmp_path / "mouse.h5ad", genes_by=str.upper), **options)))
     orthologs = {"Gapdh": "GAPDH", "Actb": "ACTB", "Cd4": "CD4"}

@@ -31,7 +31,7 @@ class ByName(dict[str, Any]):
 
     def _lacking(self, name: Any) -> str:
         return (
-            f"the minibatch has no {name!r} here, only: {listed(map(str, self))}{suggestion(name, map(str, self))}. "
+            f"the minibatch has no {name!r} here, only: {listed(map(str, self))}{suggestion(name, map(str, self)) or '.'} "
             "A Loader loads minibatch.obs[...] and minibatch.obsm[...] as its options obs=[...] and obsm=[...] say."
         )
 
