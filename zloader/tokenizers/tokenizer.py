@@ -62,7 +62,7 @@ class TokenOptions(ABC):
             raise OptionError(
                 f"none of the {len(names)} genes of {where} is in the vocabulary: the dataset has names such as "
                 f"{listed(map(repr, names), 3)}, and the vocabulary such as {listed(genes, 3)}. Name "
-                "genes by a var column with genes_by=..., or open the dataset with other names, as by genes_by=str.upper"
+                "genes by a var column with genes_by=..., or open the dataset with others, such as genes_by=str.upper"
             )
         special: dict[str, Any] = {name: self.special(name) for name in ("pad", "cls", "eos")}
         for name, token in special.items():

@@ -30,9 +30,10 @@ class ByName(dict[str, Any]):
         raise MissingColumnError(self._lacking(name))
 
     def _lacking(self, name: Any) -> str:
+        known = list(map(str, self))
         return (
-            f"the minibatch has no {name!r} here, only: {listed(map(str, self))}{suggestion(name, map(str, self)) or '.'} "
-            "A Loader loads minibatch.obs[...] and minibatch.obsm[...] as its options obs=[...] and obsm=[...] say."
+            f"the minibatch has no {name!r} here, only: {listed(known)}{suggestion(name, known) or '.'} A Loader loads "
+            "minibatch.obs[...] and minibatch.obsm[...] as its options obs=[...] and obsm=[...] say."
         )
 
 
