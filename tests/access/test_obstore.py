@@ -112,7 +112,11 @@ def read(source: ObjectSource, spans: list[Span] = SPANS) -> list[bytes]:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("fault", ["", "500", "503", "429", "408", "drop", "short", "whole"])
-def test_a_passing_fault(source: Any, faults: list[str], fault: str) -> None:
+def test_a_passing_fault(source: Any, faults: list[str], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = StoredObject(size=len(CONTENT), tag="tag", stamp="tag")
+    monkeypatch.setattr(
+        Location, "find_object", lambda *_: listed
+    )  # an answer that is too short may be due to a change
     reader = source(deadline_s=NEVER_S)
     faults += [fault] * 2 if fault else []
     assert b"".join(read(reader)) == CONTENT[:64_000]

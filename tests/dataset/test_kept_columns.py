@@ -22,7 +22,6 @@ from zloader.common.errors import CacheError, FormatError, MissingObjectError, R
 from zloader.conversion import elements
 from zloader.dataset import obsm_arrays
 from zloader.reading.fetch import read_at_once
-from zloader.reading.recipe import PagedColumn
 from zloader.storage import row_blocks
 
 pytestmark = pytest.mark.any_version
@@ -610,9 +609,8 @@ def test_a_loader_in_another_process(tmp_path, store):
 def test_no_rows_have_dtypes_too(tmp_path, store):
     dataset, none = zl.open_dataset(store, cache=tmp_path), np.empty(0, np.int64)
     recipe = loader_of(dataset).recipes.recipe(0)
-    columns, arrays = recipe.columns.obs(), recipe.columns.obsm()
-    assert isinstance(arrays["pca"], PagedColumn)
-    assert {name: column.taken(none).dtype.name for name, column in columns.items()} == {
+    assert "pca" in recipe.paged
+    assert {name: column.taken(none).dtype.name for name, column in recipe.obs().items()} == {
         "cell_type": "int64",
         "donor": "int64",
         "n_counts": "float32",

@@ -72,13 +72,10 @@ def test_items_arrive_in_order(groups, ready_bytes):
     assert_threads_end("in order")
 
 
-def test_many_items_arrive_in_order(name):
-    assert list(Bridge(_groups([i] for i in range(5000)), ready_bytes=10, name=name)) == list(range(5000))
-
-
-def test_many_empty_groups_in_a_row_do_no_harm(name):
-    groups = [[], *[[]] * 3000, [1], *[[]] * 3000]
-    assert list(Bridge(_groups(groups), ready_bytes=10, name=name)) == [1]
+@pytest.mark.parametrize("groups", [[[i] for i in range(5000)], [[], *[[]] * 3000, [1], *[[]] * 3000]])
+def test_many_groups_in_a_row_do_no_harm(groups):
+    assert list(Bridge(_groups(groups), ready_bytes=10, name="many")) == list(itertools.chain(*groups))
+    assert_threads_end("many")
 
 
 ERRORS = {
@@ -168,20 +165,17 @@ def test_the_time_spent_waiting_is_counted(name, monkeypatch):
 # ---- nothing is left running
 
 
-def test_break_ends_the_thread(name):
-    for item in Bridge(_endless, ready_bytes=3, name=name):
-        if item == 5:
-            break
-    assert_threads_end(name)
-
-
-def test_an_exception_in_the_loop_ends_the_thread(name):
-    def loop():
+def test_a_break_and_an_exception_in_the_loop_end_the_thread(name):
+    def loop(least):
         for item in Bridge(_endless, ready_bytes=3, name=name):
+            if item > least:
+                break
             assert item / 0
 
+    loop(-1)
+    assert_threads_end(name)
     with pytest.raises(ZeroDivisionError):
-        loop()
+        loop(5)
     assert_threads_end(name)
 
 
@@ -239,24 +233,21 @@ def _in_a_cycle(name):
     return weakref.ref(bridge)
 
 
-def test_garbage_collection_ends_the_thread(name):
-    bridge = _in_a_cycle(name)
-    gc.collect()
-    assert bridge() is None
-    assert_threads_end(name)
-
-
-def test_garbage_collection_on_another_thread_ends_the_thread(name):
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on another thread"])
+def test_garbage_collection_ends_the_thread(elsewhere):
     gc.disable()
     try:
-        bridge = _in_a_cycle(name)
-        collector = threading.Thread(target=gc.collect)
-        collector.start()
-        collector.join(timeout=PATIENCE_S)
+        bridge = _in_a_cycle("garbage")
+        if elsewhere:
+            collector = threading.Thread(target=gc.collect)
+            collector.start()
+            collector.join(timeout=PATIENCE_S)
+        else:
+            gc.collect()
     finally:
         gc.enable()
     assert bridge() is None
-    assert_threads_end(name)
+    assert_threads_end("garbage")
 
 
 def test_garbage_collection_on_its_own_thread_ends_the_thread(name):

@@ -108,7 +108,7 @@ def refused(number: int, code: str) -> Row:
 
 IN_TIME = {"deadline_s": 1.5}
 LATE = r"did not finish within deadline_s=1\.5 \(last answer: none; attempt \d, after \d+\.\d s\)\. Is the server"
-CUT = r"failed \(last answer: .*; attempt 3, .*The object is truncated\. Restore"
+CUT = r"failed \(last answer: .*; attempt 4, .*The object is truncated\. Restore"
 FAULTS = {
     "500": status(500, "InternalError"),
     "503": status(503, "ServiceUnavailable"),
@@ -132,7 +132,7 @@ FAULTS = {
     ),
     "a byte too few": Row(fault={"kind": "short", "by": 1}, passing=2, error=TruncatedObjectError, says=CUT),
     "range ignored": Row(
-        fault={"kind": "ignore_range"}, passing=2, error=ReadError, says=r"ignored by server; attempt 3, .*proxy"
+        fault={"kind": "ignore_range"}, passing=2, error=ReadError, says=r"ignored by server; attempt 4, .*proxy"
     ),
     "stall": Row(fault={"kind": "stall", "after": 10}, passing=None, error=DeadlineError, says=LATE, options=IN_TIME),
     "stall before the head": Row(
@@ -387,27 +387,36 @@ def test_an_object_whose_tag_changes_with_every_answer(bucket, sim):
 
 BODY = "[http_response_code='{}'] [x-amzn-requestid='SIM'] [http_response_body='<Error><AWSAccessKeyId>{}']"
 SPENT = "ABORTED: All 0 retry attempts failed:"
-ANSWERS = {
-    f"{SPENT} SlowDown: Please reduce. {BODY.format(503, SECRET)}": (ReadError, None, "503 SlowDown: Please reduce."),
-    f"{SPENT} CURL error Could not connect [curl_code='7']": (ReadError, None, "CURL error Could not connect"),
-    "UNAVAILABLE: Bad Gateway [HTTP code 502] [http_response_body='x']": (ReadError, None, "502 Bad Gateway"),
-    f"PERMISSION_DENIED: AccessDenied: No. {BODY.format(403, SECRET)}": (AccessDeniedError, 1, "403 AccessDenied: No."),
+ANSWERS: dict[str, tuple[type[StoreError], bool, str]] = {
+    f"{SPENT} SlowDown: Please reduce. {BODY.format(503, SECRET)}": (ReadError, True, "503 SlowDown: Please reduce."),
+    f"{SPENT} CURL error Could not connect [curl_code='7']": (ReadError, True, "CURL error Could not connect"),
+    "UNAVAILABLE: Bad Gateway [HTTP code 502] [http_response_body='x']": (ReadError, True, "502 Bad Gateway"),
+    "UNAVAILABLE: no [http_response_code='503'] [source='x']": (ReadError, True, "503 no"),
+    "DEADLINE_EXCEEDED: busy": (ReadError, True, "busy"),
+    "RESOURCE_EXHAUSTED: All 1 retry attempts failed: SlowDown": (ReadError, True, "SlowDown"),
+    f"PERMISSION_DENIED: AccessDenied: No. {BODY.format(403, SECRET)}": (
+        AccessDeniedError,
+        False,
+        "403 AccessDenied: No.",
+    ),
+    "UNAUTHENTICATED: who": (AccessDeniedError, False, "who"),
     f"ExpiredToken: It has expired. {BODY.format(400, SECRET)}": (
         AccessDeniedError,
-        1,
+        False,
         "400 ExpiredToken: It has expired.",
     ),
-    f"InvalidRequest: No\nway {BODY.format(400, SECRET)}": (ReadError, 1, "400 InvalidRequest: No way"),
-    "OUT_OF_RANGE: Range [1, 2) is not valid": (TruncatedObjectError, 3, "Range [1, 2) is not valid"),
-    "FAILED_PRECONDITION: Range [1, 2) was ignored by server": (ReadError, 3, "Range [1, 2) was ignored by server"),
-    "": (ReadError, 1, ""),
+    f"InvalidRequest: No\nway {BODY.format(400, SECRET)}": (ReadError, False, "400 InvalidRequest: No way"),
+    "INVALID_ARGUMENT: no such option": (ReadError, False, "no such option"),
+    "OUT_OF_RANGE: Range [1, 2) is not valid": (TruncatedObjectError, True, "Range [1, 2) is not valid"),
+    "FAILED_PRECONDITION: Range [1, 2) was ignored by server": (ReadError, True, "Range [1, 2) was ignored by server"),
+    "": (ReadError, False, ""),
 }
 
 
 @pytest.mark.parametrize(("failure", "wanted"), ANSWERS.items(), ids=[str(n) for n in range(len(ANSWERS))])
 def test_what_an_answer_amounts_to(failure, wanted):
     found = classify_failure(failure, "the key")
-    assert (found.error, found.attempts, found.answer) == wanted
+    assert (found.error, found.passes, found.answer) == wanted
 
 
 @given(st.integers(1, 1000), st.floats(0, 1))

@@ -27,7 +27,7 @@ from zloader.reading import gather
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
 from zloader.reading.matrix_reader import opened_readers
-from zloader.reading.recipe import Cutting, MatrixPart, Recipe
+from zloader.reading.recipe import MatrixPart, Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.metadata import array_layout
@@ -100,8 +100,7 @@ def test_minibatches_that_take_more_than_was_gathered_are_made_one_by_one(store,
     def cut(together, cuts):
         return [Large(each.index) for each in gather.cut_apart(together, cuts)]
 
-    cutting = Cutting(cut=cut, grows=grows)
-    recipe = Recipe(x={"X": [part_of(store)]}, form=Form(dense=False, dtype="int64"), cutting=cutting)
+    recipe = Recipe(x={"X": [part_of(store)]}, form=Form(dense=False, dtype="int64"), cut=cut, grows=grows)
     put = []
     fetches = plan(fetch_factor=8, batch_size=4, drop_last=True)
     bridge = FetchScheduler(recipe, zl.FetchOptions(), BufferPool()).start(fetches, name="test")

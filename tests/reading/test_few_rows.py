@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.common import page_cache
 from zloader.order import permutation
-from zloader.reading import loops, rehearsal
+from zloader.reading import loops
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.resources import BufferPool
 from zloader.storage import decode
@@ -222,11 +222,11 @@ def test_epochs_are_the_same_with_and_without_compiled_loops(stores: Path) -> No
 _UNTIL = """
 import sys
 import zloader as zl
-from zloader.reading import rehearsal
+from zloader.training import recipes
 dataset = zl.open_dataset("counts.zarr")
 loader = zl.Loader(dataset, framework="numpy", layout="dense", batch_size=16, **eval(sys.argv[1]))
 print("numba" in sys.modules)
-loader.set_epoch(rehearsal.EPOCHS_IN_NUMPY - 1)
+loader.set_epoch(recipes.EPOCHS_IN_NUMPY - 1)
 for _ in range(2):
     assert sum(map(len, loader)) == 150
     print("numba" in sys.modules)
@@ -255,7 +255,7 @@ def test_numba_is_loaded_for_many_values(stores, monkeypatch):
     code = _UNTIL.replace("dataset = ", "import zloader.dataset.matrices as m; m.FEW = 100; dataset = ")
     printed, _ = told(stores, code, "{}")
     assert printed.split() == 3 * ["True"]
-    assert rehearsal.FEW > 10**6
+    assert loops.FEW > 10**6
 
 
 @pytest.mark.parametrize("compiled", [True, False])

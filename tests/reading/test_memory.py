@@ -111,7 +111,7 @@ def test_copies_of_the_values_of_chosen_genes_are_counted(store, dense):
     parts = zl.open_dataset(store)[:, np.arange(5)].matrices.parts("X", zl.FetchOptions())
     lengths, starts = np.full(N_ROWS, 3000), np.zeros(N_ROWS, np.int64)
     with opened_readers(parts, zl.FetchOptions(), Counters(), sweeps=False) as [reader]:
-        needed = {0: reader.needed(slice(None), np.arange(N_ROWS))}
+        needed = [reader.needed(slice(None), np.arange(N_ROWS))]
     genes, values = np.arange(3000, dtype=np.uint16), np.ones(3000, parts[0].matrix.values.dtype)
     rows = gather.SourceRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
     form, loaded = Form(dense=dense, dtype="float32"), LoadedRows.of(parts, needed, [rows], N_ROWS)

@@ -14,8 +14,7 @@ from helpers import counts, write_store
 
 import zloader as zl
 from zloader.reading import gather
-from zloader.reading.fetch import FetchScheduler, GroupBytes, read_at_once
-from zloader.reading.recipe import Cutting
+from zloader.reading.fetch import FetchScheduler, bytes_between, read_at_once
 from zloader.reading.resources import BufferPool
 from zloader.training.minibatch import Made
 
@@ -127,7 +126,7 @@ def test_threads_that_gather_make_minibatches(dataset, name):
     assert [isinstance(item, Made) for item in items] == [True] * len(loader)
     assert [item.index.tolist() for item in items] == [each.index.tolist() for each in loader]
     assert all(item.nbytes > 0 for item in items)
-    assert loader.recipes.recipe(0).cutting == Cutting()  # arrays for another process
+    assert loader.recipes.recipe(0).cut is gather.cut_apart  # arrays for another process
 
 
 def test_errors_of_groups_come_after_the_minibatches_before_them(dataset, caplog):
@@ -155,7 +154,7 @@ def test_bytes_of_groups_are_those_of_their_rows(dataset, name):
 
     class Counting(FetchScheduler):
         def _make(self, loaded, without_x, cuts):
-            n_bytes = GroupBytes(self._recipe, fetch, loaded.x)
+            n_bytes = bytes_between(self._recipe, fetch, loaded.arrays)
             (all_of_it,) = [
                 replace(without_x, obs={}, obsm={}, x=self._x(loaded, fetch.order, fetch.rows[fetch.order]))
             ]

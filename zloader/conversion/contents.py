@@ -35,8 +35,8 @@ from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import frame_of, is_array, path_of
 from zloader.dataset.gene_axis import merged_var
 from zloader.dataset.store import OpenedStore
+from zloader.reading.loops import FEW
 from zloader.reading.recipe import MatrixPart
-from zloader.reading.rehearsal import FEW
 from zloader.selecting.columns import as_names
 from zloader.selecting.groups import shares
 from zloader.selecting.row_maps import in_whole

@@ -29,7 +29,7 @@ from zloader.common.records import Rows, Span
 from zloader.conversion.comparison import DAMAGED
 from zloader.conversion.hierarchy import Findings, Hierarchy
 from zloader.dataset.store import OpenedStore
-from zloader.reading.rehearsal import FEW
+from zloader.reading.loops import FEW
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ABSENT, ArrayLayout, Index
 

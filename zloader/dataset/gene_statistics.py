@@ -29,7 +29,7 @@ from zloader.order.plan import Plan
 from zloader.order.shuffling import Streaming
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
-from zloader.reading.recipe import Recipe, RowColumns
+from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import by_value, groups_of
@@ -150,7 +150,7 @@ class StatisticsPass:
             x={x: parts},
             form=Form(dense=False, dtype=dtype),
             transforms={x: transforming} if listed else {},
-            columns=RowColumns(obs=lambda: batches),
+            obs=lambda: batches,
             sweeps=self.n_obs == self.dataset_rows,
         )
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.directory import cache_bytes
-from zloader.caching.rows_file import CacheStatistics, Mirror, contents_of, has_rows
+from zloader.caching.rows_file import CacheStatistics, Mirror, contents_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.deferred import pd
 from zloader.common.errors import FormatError, OptionError
@@ -32,13 +32,12 @@ from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form, Transforming, holds
+from zloader.reading.loops import FEW
 from zloader.reading.recipe import MatrixPart, Recipe
-from zloader.reading.rehearsal import FEW, rehearse
 from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
 from zloader.storage.decode import decodes_in_numpy
 from zloader.storage.layout import MatrixLayout
-from zloader.storage.row_blocks import RowForm
 from zloader.transforms.transform import Transform, require_combinable
 
 if TYPE_CHECKING:
@@ -245,14 +244,6 @@ class Matrices:
             and all(map(decodes_in_numpy, layout.arrays))
             for store, layout, genes in of_stores
         )
-
-    def rehearse(self, x: str, form: Form) -> None:
-        """Loads the compiled loops that make `form` of the matrix `x` with all genes, as the first store has it."""
-        store, layout, genes = self._of_stores(x)[0]
-        directory = store.mirror_directory
-        if genes is None and (directory is None or directory.form != "compact"):
-            begun = directory is not None and has_rows(directory, RowForm.of(layout, None, compact=False))
-            rehearse(layout, form, decoding=not begun)
 
     def parts(self, x: str, options: FetchOptions) -> list[MatrixPart]:
         """Each store's part of the matrix `x`, as a Recipe takes it."""

@@ -23,7 +23,7 @@ from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form
-from zloader.reading.recipe import PagedColumn, Recipe, RowColumns
+from zloader.reading.recipe import PagedColumn, Recipe
 from zloader.selecting.columns import require_exact, unfit_obsm
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import MatrixLayout
@@ -70,8 +70,7 @@ class ObsmArrays:
         paged = self.paged(name, FetchOptions())
         if paged is None:
             return self.whole(name)[rows]
-        columns = RowColumns(obsm=lambda: {name: paged}, paged=[paged])
-        recipe = Recipe(x={}, form=Form(dense=True, dtype=None), columns=columns)
+        recipe = Recipe(x={}, form=Form(dense=True, dtype=None), paged={name: paged})
         return read_at_once(recipe, rows, FetchOptions()).obsm[name]
 
     def paged(self, name: str, options: FetchOptions) -> PagedColumn | None:

@@ -9,6 +9,7 @@ With a mirror, what is read is kept there. So a file that was read once can be r
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import itertools
@@ -102,15 +103,8 @@ class BlockFile(io.RawIOBase):
 
     def passing(self) -> BlockFile:
         """The same file, for h5py to open it once more. Nothing is kept of what is read from it."""
-        made = BlockFile(
-            self._read,
-            self._size,
-            where=self._where,
-            ahead=self._ahead,
-            directory=self._directory,
-            offline=self._offline,
-        )
-        made._blocks, made._keeps = dict(self._blocks), False
+        made = copy.copy(self)
+        made._blocks, made._new, made._keeps = dict(self._blocks), {}, False
         return made
 
     def readable(self) -> bool:

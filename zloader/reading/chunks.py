@@ -99,7 +99,6 @@ class ArrayReader:
                 batch = reads.some(numbers)
                 await resources.in_flight.acquire(batch.n_bytes + self._scratch_bytes, turn)
                 group.create_task(self._read_batch(batch, chunks, jobs, out))
-        out.flags.writeable = False
 
     async def reads(self, chunks: Rows, turn: int) -> Reads:
         """The reads for some chunks (ascending). Raises if the store should have one that was never written."""

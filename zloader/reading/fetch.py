@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +26,12 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, TokenRows, X
 from zloader.order.plan import Fetch
 from zloader.reading.bridge import Bridge, Channel
-from zloader.reading.forms import Form, Transforming
+from zloader.reading.forms import Form
 from zloader.reading.gates import Ahead, ByteBudget, GroupSizes
 from zloader.reading.gather import SourceRows, indptr_of
 from zloader.reading.matrix_reader import MatrixReader, Needed, opened_readers
-from zloader.reading.matrix_rows import LoadedRows, needed_rows
-from zloader.reading.recipe import PagedColumn, Recipe
+from zloader.reading.matrix_rows import LoadedRows
+from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters, begun
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import shares
@@ -40,50 +40,47 @@ log = logging.getLogger("zloader")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    """A fetch whose elements are in memory: its rows in each matrix of x, and those in each paged column.
+class Loaded:
+    """A fetch whose elements are in memory: its rows in each of the `arrays` of the recipe.
 
     `buffer`, and `ahead_bytes` of the memory of fetches, are given back when all its minibatches are made.
     """
 
     fetch: Fetch
-    x: Sequence[LoadedRows]
-    columns: Mapping[PagedColumn, LoadedRows]
+    arrays: Sequence[LoadedRows]
     buffer: NDArray[np.uint8]
     ahead_bytes: int
 
 
 # Minibatches that a thread makes, and the bytes of their x. After the last ones of a fetch comes the fetch itself.
-_Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Future[tuple[Sequence[Any], float]], int, int] | _Loaded | None]"
+_Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Future[tuple[Sequence[Any], float]], int, int] | Loaded | None]"
+_Loads: TypeAlias = "asyncio.Queue[asyncio.Task[Loaded] | None]"
 
 
-class GroupBytes:
-    """Bytes of x and of the tokens in the minibatches between cuts of a fetch, or an upper bound.
+def bytes_between(recipe: Recipe, fetch: Fetch, arrays: Sequence[LoadedRows]) -> Callable[[Rows], int]:
+    """Counts bytes of x and of the tokens in the minibatches between the first and the last of some cuts, at most.
 
     They are summed up over the rows of a fetch once, so that a group of minibatches costs two look-ups.
     """
+    per_row, tokens = np.zeros(len(fetch.rows), np.int64), recipe.tokens
+    for name, rows in zip(recipe.x, arrays, strict=False):
+        if recipe.is_wanted(name):
+            transforming = recipe.transforms.get(name)
+            if transforming is None:
+                per_row += rows.row_bytes(recipe.form)
+            else:
+                gathered = rows.row_bytes(transforming.gathering)
+                per_row += gathered + transforming.more_bytes(1, gathered)
+        if tokens is not None and tokens.options.x == name:
+            per_row += rows.row_bytes(rows.exact)
+            lengths = rows.lengths[fetch.order]
+    before = indptr_of(per_row[fetch.order])
 
-    def __init__(self, recipe: Recipe, fetch: Fetch, x: Sequence[LoadedRows]) -> None:
-        self._tokens = recipe.tokens
-        # The bytes before each row in the order of the minibatches, and the transforms that will take more.
-        self._gathered: list[tuple[Rows, Transforming | None]] = []
-        for name, rows in zip(recipe.x, x, strict=True):
-            if recipe.is_wanted(name):
-                transforming = recipe.transforms.get(name)
-                form = recipe.form if transforming is None else transforming.gathering
-                self._gathered.append((indptr_of(rows.row_bytes(form)[fetch.order]), transforming))
-            if recipe.tokens is not None and recipe.tokens.options.x == name:
-                self._gathered.append((indptr_of(rows.row_bytes(rows.exact)[fetch.order]), None))
-                self._lengths = rows.lengths[fetch.order]
-
-    def __call__(self, cuts: Rows) -> int:
-        """Those of the minibatches between the first and the last cut."""
+    def between(cuts: Rows) -> int:
         first, last = int(cuts[0]), int(cuts[-1])
-        n_bytes = 0
-        for before, transforming in self._gathered:
-            gathered = int(before[last] - before[first])
-            n_bytes += gathered + (0 if transforming is None else transforming.more_bytes(last - first, gathered))
-        return n_bytes + (0 if self._tokens is None else self._tokens.n_bytes(self._lengths[first:last]))
+        return int(before[last] - before[first]) + (0 if tokens is None else tokens.n_bytes(lengths[first:last]))
+
+    return between
 
 
 class FetchScheduler:
@@ -97,9 +94,9 @@ class FetchScheduler:
         self._recipe = recipe
         self._options = options
         self._ahead, self._room = Ahead(options), ByteBudget(options.buffer_bytes)
-        self._sizes = GroupSizes(options, grows=recipe.cutting.grows)
+        self._sizes = GroupSizes(options, grows=recipe.grows)
         self._columns: Mapping[str, ObsColumn] = {}
-        self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
+        self._obsm: Mapping[str, NDArray[Any]] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
         self._ends = recipe.ends
 
@@ -109,7 +106,7 @@ class FetchScheduler:
 
     async def _run(self, fetches: Iterable[Fetch], put: Channel[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`. Raises the first error of any read."""
-        loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
+        loads: _Loads = asyncio.Queue()
         jobs: _Jobs = asyncio.Queue()
         recipe, counters = self._recipe, self.counters
         parts = [part for of_array in recipe.arrays for part in of_array]
@@ -130,36 +127,39 @@ class FetchScheduler:
         self,
         fetches: Iterable[Fetch],
         readers: list[MatrixReader],
-        loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
+        loads: _Loads,
         group: asyncio.TaskGroup,
     ) -> None:
         """Begins each load when there is room for it, and puts the loads into `loads` in order."""
         for turn, fetch in enumerate(fetches):
             await self._ahead.acquire()
-            # Aside if it may read row offsets from a store.
-            looks_up = any(reader.looks_up for reader in readers)
+            looks_up = any(reader.looks_up for reader in readers)  # which may read from a store
             needed = await aside(self._plan, fetch, readers) if looks_up else self._plan(fetch, readers)
-            ahead_bytes = sum(rows.ahead_bytes for of_array in needed for rows in of_array.values())
+            ahead_bytes = sum(rows.ahead_bytes for of_array in needed for rows in of_array)
             await self._room.acquire(ahead_bytes)
             loads.put_nowait(group.create_task(self._load(fetch, needed, ahead_bytes, turn)))
         loads.put_nowait(None)
 
-    def _plan(self, fetch: Fetch, readers: list[MatrixReader]) -> list[dict[int, Needed]]:
+    def _plan(self, fetch: Fetch, readers: Sequence[MatrixReader]) -> list[list[Needed]]:
         """What the fetch needs of each array, store by store."""
-        n_stores = len(self._ends)
-        at = dict(shares(self._ends, fetch.rows)) if n_stores else {}
-        return [
-            needed_rows(parts, readers[number * n_stores :], fetch.rows, at, self._ends)
-            for number, parts in enumerate(self._recipe.arrays)
-        ]
+        n_stores, arrays = len(self._ends), []
+        of_stores = list(shares(self._ends, fetch.rows)) if n_stores else []
+        for first in range(0, len(readers), n_stores or 1):
+            arrays.append(list[Needed]())
+            for number, at in of_stores:
+                reader = readers[first + number]
+                rows, at = reader.part.held(fetch.rows[at] - (self._ends[number] - reader.part.n_rows), at)
+                if len(rows):
+                    arrays[-1].append(reader.needed(at, rows))
+        return arrays
 
-    async def _load(self, fetch: Fetch, needed: list[dict[int, Needed]], ahead_bytes: int, turn: int) -> _Loaded:
-        buffer = self._buffers.take(sum(rows.buffer_bytes for of_array in needed for rows in of_array.values()))
+    async def _load(self, fetch: Fetch, needed: list[list[Needed]], ahead_bytes: int, turn: int) -> Loaded:
+        buffer = self._buffers.take(sum(rows.buffer_bytes for of_array in needed for rows in of_array))
         loads: list[list[asyncio.Task[list[SourceRows]]]] = [[] for _ in needed]
         used = 0
         async with asyncio.TaskGroup() as group:
             for of_array, tasks in zip(needed, loads, strict=True):
-                for rows in of_array.values():
+                for rows in of_array:
                     slot = buffer[used : used + rows.buffer_bytes]
                     used += rows.buffer_bytes
                     tasks.append(group.create_task(rows.reader.load(rows, slot, turn=turn)))
@@ -167,34 +167,30 @@ class FetchScheduler:
             LoadedRows.of(parts, of_array, [rows for task in tasks for rows in task.result()], len(fetch.rows))
             for parts, of_array, tasks in zip(self._recipe.arrays, needed, loads, strict=True)
         ]
-        n_matrices = len(self._recipe.x)
-        return _Loaded(
-            fetch=fetch,
-            x=loaded[:n_matrices],
-            columns=dict(zip(self._recipe.columns.paged, loaded[n_matrices:], strict=True)),
-            buffer=buffer,
-            ahead_bytes=ahead_bytes,
-        )
+        return Loaded(fetch=fetch, arrays=loaded, buffer=buffer, ahead_bytes=ahead_bytes)
 
-    def _without_x(self, loaded: _Loaded) -> MinibatchArrays:
+    def _without_x(self, loaded: Loaded) -> MinibatchArrays:
         """All rows of a fetch without x. Their obs and obsm are taken for all at once, block by block."""
-        rows = loaded.fetch.rows
+        rows, recipe, obsm = loaded.fetch.rows, self._recipe, {}
+        for (name, paged), of_array in zip(recipe.paged.items(), loaded.arrays[len(recipe.x) :], strict=True):
+            array: Any = of_array.x(np.arange(len(rows)), Form(dense=True, dtype=None))  # zeros in rows that it lacks
+            dtype = paged.parts[0].matrix.values.dtype
+            obsm[name] = array.astype(dtype, copy=False).reshape(len(rows), *paged.row_shape)
         without_x = MinibatchArrays(
             x={},
             obs={name: column.taken(rows) for name, column in self._columns.items()},
-            obsm={name: _taken(array, loaded) for name, array in self._obsm.items()},
+            obsm=obsm | {name: array[rows] for name, array in self._obsm.items()},
             index=rows,
             sets=loaded.fetch.sets,
-            present={name: has[rows] for name, has in self._recipe.columns.present.items()},
+            present={name: has[rows] for name, has in recipe.present.items()},
         )
         self._tell_of_missing_labels(without_x.obs)
         for values in [*(column.values for column in self._columns.values()), *self._obsm.values()]:
-            if not isinstance(values, PagedColumn):
-                page_cache.release(values)
+            page_cache.release(values)
         return without_x
 
     def _tell_of_missing_labels(self, obs: Mapping[str, NDArray[Any]]) -> None:
-        told = self._recipe.columns.told
+        told = self._recipe.told
         for name in obs.keys() - told:
             if self._columns[name].coded is not None and len(obs[name]) and obs[name].min() < 0:
                 told.add(name)
@@ -207,24 +203,23 @@ class FetchScheduler:
 
     async def _gather_in_order(
         self,
-        loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
+        loads: _Loads,
         threads: ThreadPoolExecutor,
         jobs: _Jobs,
         put: Channel[MinibatchArrays],
     ) -> None:
         """Begins to gather the minibatches of each load in threads, as fast as they fit into memory."""
-        recipe, columns = self._recipe, self._recipe.columns
-        self._columns = await aside(columns.obs)
-        self._obsm = await aside(columns.obsm)
-        if self._recipe.tokens is not None and self._recipe.tokens.totals is not None:
-            self._totals = await aside(self._recipe.tokens.totals)
+        recipe = self._recipe
+        self._columns, self._obsm = await aside(recipe.obs), await aside(recipe.obsm)
+        if recipe.tokens is not None and recipe.tokens.totals is not None:
+            self._totals = await aside(recipe.tokens.totals)
         while (load := await loads.get()) is not None:
             began_s = time.perf_counter()
             loaded = await load
             busy_s = self.counters.decode_s + self.counters.gather_s
             self._ahead.loaded(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
             without_x, _ = await begun(threads, self._without_x, loaded)
-            n_bytes = GroupBytes(recipe, loaded.fetch, loaded.x)
+            n_bytes = bytes_between(recipe, loaded.fetch, loaded.arrays)
             for cuts in self._sizes.groups(loaded.fetch.cuts, n_bytes):
                 x_bytes = n_bytes(cuts)
                 claim = self._sizes.claim(x_bytes)
@@ -236,7 +231,7 @@ class FetchScheduler:
     async def _put_in_order(self, jobs: _Jobs, put: Channel[MinibatchArrays]) -> None:
         """Puts minibatches as they are made, and frees each fetch after its last one."""
         while (job := await jobs.get()) is not None:
-            if isinstance(job, _Loaded):
+            if isinstance(job, Loaded):
                 self._buffers.give_back(job.buffer)
                 self._room.release(job.ahead_bytes)
                 self._ahead.release()
@@ -247,7 +242,7 @@ class FetchScheduler:
             held_bytes = self._sizes.made(x_bytes, sum(minibatch.nbytes for minibatch in minibatches))
             put.claimed(minibatches, held_bytes, claim)
 
-    def _make(self, loaded: _Loaded, without_x: MinibatchArrays, cuts: Rows) -> Sequence[Any]:
+    def _make(self, loaded: Loaded, without_x: MinibatchArrays, cuts: Rows) -> Sequence[Any]:
         """Gathers the minibatches between cuts."""
         taken = loaded.fetch.order[cuts[0] : cuts[-1]]
         rows = without_x.index[taken]
@@ -260,21 +255,21 @@ class FetchScheduler:
             sets=None if without_x.sets is None else without_x.sets[taken],
             present={name: has[taken] for name, has in without_x.present.items()},
         )
-        return self._recipe.cutting.cut(together, (cuts - cuts[0]).tolist())
+        return self._recipe.cut(together, (cuts - cuts[0]).tolist())
 
-    def _tokens(self, loaded: _Loaded, taken: Rows, rows: Rows) -> TokenRows | None:
+    def _tokens(self, loaded: Loaded, taken: Rows, rows: Rows) -> TokenRows | None:
         """The tokens of some rows. They are made of the counts as stored, in whatever form minibatches have x."""
         tokens = self._recipe.tokens
         if tokens is None:
             return None
-        of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.options.x]
+        of_matrix = dict(zip(self._recipe.x, loaded.arrays, strict=False))[tokens.options.x]
         x = of_matrix.x(taken, of_matrix.exact)
         assert isinstance(x, CsrArrays)
         return tokens.rows(x, rows, None if self._totals is None else self._totals[rows])
 
-    def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> dict[str, X]:
+    def _x(self, loaded: Loaded, taken: Rows, rows: Rows) -> dict[str, X]:
         x: dict[str, X] = {}
-        for name, of_matrix in zip(self._recipe.x, loaded.x, strict=True):
+        for name, of_matrix in zip(self._recipe.x, loaded.arrays, strict=False):
             transforming = self._recipe.transforms.get(name)
             if not self._recipe.is_wanted(name):
                 continue
@@ -283,16 +278,6 @@ class FetchScheduler:
             else:
                 x[name] = of_matrix.transformed(taken, rows, transforming)
         return x
-
-
-def _taken(array: NDArray[Any] | PagedColumn, loaded: _Loaded) -> NDArray[Any]:
-    """The rows of a fetch from an obsm array. Rows that it lacks are zeros."""
-    rows = loaded.fetch.rows
-    if not isinstance(array, PagedColumn):
-        return array[rows]
-    x = loaded.columns[array].x(np.arange(len(rows)), Form(dense=True, dtype=None))
-    assert isinstance(x, np.ndarray)
-    return x.astype(array.parts[0].matrix.values.dtype, copy=False).reshape(len(rows), *array.row_shape)
 
 
 def read_at_once(recipe: Recipe, rows: Rows, options: FetchOptions) -> MinibatchArrays:

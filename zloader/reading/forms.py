@@ -170,14 +170,14 @@ class Transforming:
         empty = self.empty if self.genes is None else np.empty
         return Form(dense=self.gathers_dense, dtype=self.dtype, empty=empty)
 
-    def more_bytes(self, n_rows: int, gathered_bytes: int) -> int:
-        """Bytes that making x takes beside the gathered rows, at most."""
-        more = 0
+    def more_bytes(self, n_rows: int, gathered_bytes: Any) -> Any:
+        """Bytes that making x takes beside so many gathered rows, at most."""
+        more: Any = 0
         if self.genes is not None:
             n_bytes = n_rows * len(self.genes) * np.dtype(self.dtype).itemsize
             more = gathered_bytes + n_bytes * (1 if self.dense and not self.gathers_dense else 2)
         if not self.dense and any(transform.makes_zeros for transform in self.transforms):
-            more = max(more, gathered_bytes)
+            more = np.maximum(more, gathered_bytes)
         return more
 
     def x(self, gathered: X, rows: Rows, totals: NDArray[np.float64] | None = None) -> X:

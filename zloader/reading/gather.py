@@ -10,7 +10,6 @@ Rows of float16 have to be `widened` first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -40,7 +39,6 @@ from zloader.transforms.normalizing import sum_of
 
 Empty = Callable[[int, np.dtype[Any]], NDArray[Any]]  # makes an array of a length and a dtype, with any contents
 _MOST_INT32 = np.iinfo(np.int32).max
-_ALIGNED = 64  # bytes
 
 
 def indptr_of(lengths: Rows) -> Rows:
@@ -212,15 +210,6 @@ def csr_rows(
     return CsrArrays(indptr=indptr.astype(index_dtype), indices=indices, values=values, n_genes=n_genes)
 
 
-def aligned(make: Callable[..., NDArray[Any]], shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """An array that `make` makes, from a multiple of 64 bytes on: jax.device_put shares the memory of such an array."""
-    n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = make(n_bytes + _ALIGNED, np.dtype(np.uint8))
-    first = -memory.ctypes.data % _ALIGNED
-    out: NDArray[Any] = memory[first : first + n_bytes].view(dtype).reshape(shape)
-    return out
-
-
 def dense_rows(
     parts: Sequence[SourceRows], n_rows: int, *, n_genes: int, dtype: str, empty: Empty = np.empty
 ) -> NDArray[Any]:
@@ -228,7 +217,7 @@ def dense_rows(
 
     Rows that no part holds are zeros. `empty` makes its memory.
     """
-    out = aligned(empty, (n_rows, n_genes), dtype)
+    out = empty(n_rows * n_genes, np.dtype(dtype)).reshape(n_rows, n_genes)
     if sum(len(part.lengths) for part in parts) < n_rows:
         out.fill(0)
     for part in parts:
@@ -257,17 +246,15 @@ def cut_apart(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[Minibatch
 
 def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
     """The rows `[first, last)` of a minibatch as a minibatch. CSR values and dense rows share its memory."""
-    x = {name: _cut_x(matrix, first, last) for name, matrix in minibatch.x.items()}
+    x: dict[str, X] = {}
+    for name, matrix in minibatch.x.items():
+        x[name] = next(csr_cut_apart(matrix, (first, last))) if isinstance(matrix, CsrArrays) else matrix[first:last]
     obs, obsm = ({name: rows[first:last] for name, rows in of.items()} for of in (minibatch.obs, minibatch.obsm))
     present = {name: has[first:last] for name, has in minibatch.present.items()}
     tokens = None if minibatch.tokens is None else minibatch.tokens.cut(first, last)
     sets = None if minibatch.sets is None else minibatch.sets[first:last]
     index = minibatch.index[first:last]
     return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=index, tokens=tokens, sets=sets, present=present)
-
-
-def _cut_x(x: X, first: int, last: int) -> X:
-    return next(csr_cut_apart(x, (first, last))) if isinstance(x, CsrArrays) else x[first:last]
 
 
 def csr_cut_apart(x: CsrArrays, cuts: Sequence[int]) -> Iterator[CsrArrays]:

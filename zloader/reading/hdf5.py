@@ -28,12 +28,11 @@ from zloader.storage.hdf5_filters import filters_codecs
 from zloader.storage.layout import ABSENT, ArrayLayout, Grid, Placement
 from zloader.storage.metadata import number_dtype
 
-_MOST_NODES = 1 << 18  # groups and arrays; a file with more is no AnnData
-_MOST_DEPTH, _MOST_LINKS = 32, 16
+_MOST_LINKS = 16
 _MOST_CHUNKS = 1 << 26
 _BLOCK_BYTES = 32 << 10  # of arrays without chunks, which are cut into chunks of about so many bytes
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
-_PLUGINS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}
+_FILTERS |= {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}
 # What h5py raises for damaged files.
 DAMAGE = (OSError, AttributeError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, struct.error)
 
@@ -137,34 +136,29 @@ class Group:
         with self._opened.describing(self.path):
             return iter(list(map(str, self.native)))
 
-    def members(self) -> Iterator[tuple[str, Group | Array | FormatError]]:
+    def members(self, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Group | Array | FormatError]]:
         """All groups and arrays below, with their paths, or why one is not read. A group comes before its members.
 
-        Raises FormatError for implausibly many.
+        `above` has the addresses of the groups above this one.
         """
-        n_nodes, waiting = 0, list[tuple[Group, tuple[int, ...]]]([(self, (_address(self),))])
-        while waiting:
-            group, above = waiting.pop()
-            for name in group:
-                if (n_nodes := n_nodes + 1) > _MOST_NODES:
-                    raise self._opened.refused(self.path, f"it has more than {_MOST_NODES} groups and arrays")
-                path = group._below(name)
-                try:
-                    member = group._member(name)
-                    if isinstance(member, Group):
-                        address = _address(member)
-                        if address in above or len(above) > _MOST_DEPTH:
-                            raise self._opened.refused(path, "it contains itself")
-                        waiting.append((member, (*above, address)))
-                except FormatError as error:
-                    yield path, error
-                else:
-                    yield path, member
+        above = (*above, self._address)
+        for name in self:
+            path = self._below(name)
+            try:
+                member = self._member(name)
+                if isinstance(member, Group) and member._address in above:
+                    raise self._opened.refused(path, "it contains itself")
+            except FormatError as error:
+                yield path, error
+                continue
+            yield path, member
+            if isinstance(member, Group):
+                yield from member.members(above)
 
-
-def _address(group: Group) -> int:
-    with group._opened.describing(group.path):
-        return int(h5py.h5o.get_info(group.native.id).addr)
+    @property
+    def _address(self) -> int:
+        with self._opened.describing(self.path):
+            return int(h5py.h5o.get_info(self.native.id).addr)
 
 
 class Array:
@@ -239,7 +233,7 @@ class Array:
             table[:, 0], table[:, 1] = np.uint64(begin) + bounds[:-1], np.diff(bounds)
 
     def _fill_from_index(self, table: NDArray[np.uint64]) -> None:
-        numbers, filters = array.array("Q"), self.filters
+        numbers, filters = array.array("Q"), [each["name"] for each in self._filters]
         self.native.id.chunk_iter(
             lambda info: numbers.extend((*info.chunk_offset, info.filter_mask, info.byte_offset, info.size))
         )
@@ -261,14 +255,13 @@ class Array:
         table[np.ravel_multi_index(tuple(cells.astype(np.int64).T), grid)] = of_chunk
 
     @property
-    def filters(self) -> list[str]:
-        """The names of the filters that chunks pass, in their order."""
-        plist = self.native.id.get_create_plist()
-        described = (plist.get_filter(number) for number in range(plist.get_nfilters()))
-        return [
-            _FILTERS.get(number) or _PLUGINS.get(number) or name.decode(errors="replace") or f"filter {number}"
-            for number, _, _, name in described
-        ]
+    def _filters(self) -> list[dict[str, Any]]:
+        """The filters that chunks pass, in their order: their names, and the bytes of the items that one shuffles."""
+        plist, found = self.native.id.get_create_plist(), []
+        for number, _, values, described in map(plist.get_filter, range(plist.get_nfilters())):
+            name = _FILTERS.get(number) or described.decode(errors="replace") or f"filter {number}"
+            found.append({"name": name, "item": values[0] if name == "shuffle" and values else self.dtype.itemsize})
+        return found
 
     def require_numbers(self) -> None:
         """Raises FormatError for an array that is not read chunk by chunk."""
@@ -285,18 +278,13 @@ class Array:
         Raises FormatError if it cannot be read chunk by chunk.
         """
         outer = [-(-whole // max(1, size)) * max(1, size) for whole, size in zip(self.shape, self.chunks, strict=True)]
-        plist, skips = self.native.id.get_create_plist(), bool(table[:, 2].any())
-        filters = []
-        for number, name in enumerate(self.filters):
-            values = plist.get_filter(number)[2]
-            item = int(values[0]) if name == "shuffle" and values else self.dtype.itemsize
-            filters.append({"name": name, "item": item, "skips": skips})
+        skips = bool(table[:, 2].any())
         return ArrayLayout(
             path=self.path,
             dtype=number_dtype(self.path, self.dtype.str).newbyteorder("="),
             n_elements=self.size,
             chunk_elements=max(1, math.prod(self.chunks)),
-            codecs=filters_codecs(filters, self.dtype, self.path),
+            codecs=filters_codecs([each | {"skips": skips} for each in self._filters], self.dtype, self.path),
             cut=self.native.chunks is None,
             placement=Placement(path=key, chunks_per_object=max(1, len(table)), table=table[:, :2]),
             fill_value=self.native.fillvalue,
@@ -328,19 +316,20 @@ def is_of_numpy(native: h5py.Dataset) -> bool:
 
 
 def _base_address(file: h5py.File) -> int:
-    """What is to be added to offsets of chunks: the size of the user block, if this version of HDF5 leaves it out."""
+    """What is to be added to offsets of chunks: the size of the user block, if this version of HDF5 leaves it out.
+
+    Files of MuData begin with one.
+    """
     if not file.userblock_size:
         return 0
-    with h5py.File(
-        f"probe-{threading.get_ident()}", "w", driver="core", backing_store=False, userblock_size=512
-    ) as probe:
+    name = f"probe-{threading.get_ident()}"
+    with h5py.File(name, "w", driver="core", backing_store=False, userblock_size=512) as probe:
         probe.create_dataset("x", data=np.arange(97, dtype=np.int32), chunks=(97,))
         probe.flush()
         found = probe["x"].id.get_chunk_info(0).byte_offset
         image = bytes(probe.id.get_file_image())  # with or without the user block
         place = image.find(np.arange(97, dtype=np.int32).tobytes()) + (512 if image[:4] == b"\x89HDF" else 0)
-        counted = place == found
-    return 0 if counted else int(file.userblock_size)
+    return 0 if place == found else int(file.userblock_size)
 
 
 # ---- attributes

@@ -23,6 +23,7 @@ from zloader.storage.coded_rows import Views, take_genes, take_values
 # because they may come from stores with different genes.
 Columns: TypeAlias = tuple[NDArray[Any], Rows]
 
+FEW = 1 << 23  # values and rows, of which NumPy gathers an epoch in some 30 ms more than a compiled loop
 _MANY = 1 << 16  # rows; whoever copies more of them at once may do so often, and needs the compiler
 _ROWS = 16  # scattered at once; 32 take as long, 4 and 512 half as long again
 

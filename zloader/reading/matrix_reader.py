@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,13 +116,14 @@ def opened_readers(
 
 
 class MatrixReader:
-    """Loads rows of one matrix.
+    """Loads rows of one matrix, a `part` of the matrix over all stores.
 
     Its `mirror` keeps the genes of x that are chosen of CSR rows, and all genes of dense rows. Another one with all
     genes may be there, which is not filled any more. `leases` are the epoch's leases on blocks.
     """
 
     def __init__(self, part: MatrixPart, leases: Leases | None, resources: Resources, *, sweeps: bool) -> None:
+        self.part = part
         self.mirror: RowsFile | None = None if part.mirror is None else part.mirror.rows
         self._whole: RowsFile | None = None if part.mirror is None else part.mirror.whole
         self._matrix, self._indptr, self._chosen = part.matrix, part.indptr, part.genes
@@ -147,7 +149,7 @@ class MatrixReader:
         return self.mirror is not None and self._matrix.genes is not None
 
     def needed(self, at: Rows | slice, rows: Rows) -> Needed:
-        """Some rows, to be loaded. A mirror knows where its rows are, and row offsets are looked up for others only."""
+        """Some rows, to be loaded. Reads the offsets of rows that no mirror has, maybe from the store."""
         needed, mirror = Needed(reader=self, at=at, rows=rows), self.mirror
         if mirror is not None:
             rows = rows[:0] if mirror.writable else rows[self._absent(mirror, rows, mirror.absent(mirror.blocks(rows)))]
@@ -158,17 +160,7 @@ class MatrixReader:
     @property
     def looks_up(self) -> bool:
         """Whether `needed` may read row offsets from the store."""
-        return not self._knows_offsets and (self.mirror is None or not self.mirror.writable)
-
-    @property
-    def _knows_offsets(self) -> bool:
-        return self._indptr is None or self._indptr.in_memory
-
-    async def _bounds(self, rows: Rows) -> tuple[Rows, Rows]:
-        """The elements `[start, stop)` of some rows, whose offsets may have to be read from the store."""
-        if self._knows_offsets:
-            return self._matrix.elements_of(rows, self._indptr)
-        return await aside(self._matrix.elements_of, rows, self._indptr)
+        return self._indptr is not None and (self.mirror is None or not self.mirror.writable)
 
     def _through(self, starts: Rows, stops: Rows) -> Elements:
         for array in self._arrays:
@@ -199,7 +191,7 @@ class MatrixReader:
         if absent.any() or not sources:
             through = needed.through
             if through is None or self.mirror is not None or not absent.all():
-                through = self._through(*await self._bounds(rows[absent]))
+                through = self._through(*await aside(self._matrix.elements_of, rows[absent], self._indptr))
                 at = _some(at, absent)
             sources.append(await self._read_through(at, through, buffer, turn))
         return sources
@@ -231,19 +223,10 @@ class MatrixReader:
             for array, (chunks, jobs), place in zip(self._arrays, through.jobs, places, strict=True):
                 group.create_task(array.load(chunks, jobs, place, turn=turn))
         *genes, values = places
-        begins, totals = through.begins, None
-        lengths = np.diff(begins, append=through.n_elements)
+        rows, totals = _rows_at(at, genes[0] if genes else None, values, through), None
         if (self.mirror or self._whole) is not None and self._keeps_chosen:  # as of rows that are in the mirror
-            totals, _ = await self._resources.run(totals_of, values, begins, lengths)
-        return SourceRows(
-            at=at,
-            genes=genes[0] if genes else None,
-            values=values,
-            starts=(begins, begins),
-            lengths=lengths,
-            chosen=self._chosen,
-            totals=totals,
-        )
+            totals, _ = await self._resources.run(totals_of, rows.values, rows.starts[1], rows.lengths)
+        return replace(rows, chosen=self._chosen, totals=totals)
 
     # ---- filling
 
@@ -320,7 +303,7 @@ class MatrixReader:
     async def _batch(self, mirror: RowsFile, blocks: Rows, turn: int) -> _Batch:
         """The reads for some blocks."""
         rows = mirror.form.rows_of(blocks)
-        starts, stops = await self._bounds(rows)
+        starts, stops = await aside(self._matrix.elements_of, rows, self._indptr)
         chunks = [chunks_of(starts, stops, array.layout) for array in self._arrays]
         async with asyncio.TaskGroup() as group:  # either may read an index first
             reads = [
@@ -351,51 +334,40 @@ class MatrixReader:
     def _keep(self, mirror: RowsFile, batch: _Batch, stored: Stored) -> tuple[Rows, list[CorruptChunkError]]:
         """Decodes, packs and writes blocks on this thread. Returns those with corrupt chunks, and their errors."""
         size = mirror.form.block_rows
-        keep = self._keep_packed if mirror.form.coded or self._keeps_chosen else self._keep_raw
+        begin = self._packing if mirror.form.coded or self._keeps_chosen else self._in_place
         left, errors = [batch.blocks[:0]], list[CorruptChunkError]()
         for some in self._stretches(mirror, batch.blocks):
             rows = slice(some.start * size, some.stop * size)
-            wrong = keep(mirror, batch, batch.blocks[some], batch.starts[rows], batch.stops[rows], stored)
-            if wrong:
+            all_jobs, places, keep = begin(mirror, batch.blocks[some], batch.starts[rows], batch.stops[rows])
+            wrong = list[CorruptChunkError]()
+            of_arrays = zip(self._arrays, all_jobs, places, batch.reads, batch.shared(stored), strict=True)
+            for array, jobs, place, reads, of_reads in of_arrays:
+                wrong += array.decode(reads, located(*jobs, reads), place, of_reads).values()
+            if not wrong:
+                keep()
+            else:
                 left.append(batch.blocks[some])
                 errors += wrong
         return np.concatenate(left), errors
 
-    def _keep_raw(
-        self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
-    ) -> list[CorruptChunkError]:
+    def _in_place(self, mirror: RowsFile, blocks: Rows, starts: Rows, stops: Rows) -> _Decoding:
         """Decodes rows to where they are packed."""
         form, lengths = mirror.form, stops - starts
         memory = self._resources.own_buffer("packed", form.most_bytes(len(lengths), int(lengths.sum())))
-        ends, places = begun_blocks(form, lengths, np.zeros(len(lengths)), memory)
+        ends, begins = begun_blocks(form, lengths, np.zeros(len(lengths)), memory)
         if form.genes is None:  # the rows of a block are one piece
             firsts = np.arange(0, len(starts), form.block_rows)
             starts, stops = starts[firsts], stops[np.minimum(firsts + form.block_rows, len(stops)) - 1]
-        wrong = list[CorruptChunkError]()
-        for array, reads, of_reads, to in zip(self._arrays, batch.reads, batch.shared(stored), places, strict=True):
-            jobs = located(*jobs_of(array.layout, starts, stops, to), reads)
-            wrong += array.decode(reads, jobs, words_of(memory, array.layout.dtype), of_reads).values()
-        if not wrong:
-            mirror.put(blocks, ends, memory)
-        return wrong
+        layouts = [array.layout for array in self._arrays]
+        jobs = [jobs_of(layout, starts, stops, to) for layout, to in zip(layouts, begins, strict=True)]
+        return jobs, [words_of(memory, layout.dtype) for layout in layouts], partial(mirror.put, blocks, ends, memory)
 
-    def _keep_packed(
-        self, mirror: RowsFile, batch: _Batch, blocks: Rows, starts: Rows, stops: Rows, stored: Stored
-    ) -> list[CorruptChunkError]:
-        """Decodes rows, and then chooses their genes and codes them."""
-        wrong, decoded = list[CorruptChunkError](), self._through(starts, stops)
-        parts = decoded.places(self._resources.own_buffer("decoded", decoded.n_bytes))
-        of_arrays = zip(self._arrays, decoded.jobs, parts, batch.reads, batch.shared(stored), strict=True)
-        for array, jobs, part, reads, of_reads in of_arrays:
-            wrong += array.decode(reads, located(*jobs, reads), part, of_reads).values()
-            part.flags.writeable = False  # as of all rows, or else numba compiles more loops
-        if not wrong:
-            (genes, values), begins = parts, decoded.begins
-            rows = SourceRows(
-                at=slice(None), genes=genes, values=values, starts=(begins, begins), lengths=stops - starts
-            )
-            self._put(mirror, blocks, rows)
-        return wrong
+    def _packing(self, mirror: RowsFile, blocks: Rows, starts: Rows, stops: Rows) -> _Decoding:
+        """Decodes rows, whose genes are then chosen and coded."""
+        elements = self._through(starts, stops)
+        genes, values = elements.places(self._resources.own_buffer("decoded", elements.n_bytes))
+        rows = _rows_at(slice(None), genes, values, elements)
+        return elements.jobs, [genes, values], partial(self._put, mirror, blocks, rows)
 
     async def _fill_from_whole(self, mirror: RowsFile, whole: RowsFile, blocks: Rows) -> None:
         self._count_kept(whole, whole.blocks(mirror.form.rows_of(blocks)))
@@ -445,6 +417,17 @@ class _Batch:
         for reads in self.reads:
             yield stored[first : first + len(reads.spans)]
             first += len(reads.spans)
+
+
+# The jobs and the memory for each array, and what keeps the rows once they are decoded.
+_Decoding: TypeAlias = "tuple[Sequence[tuple[Rows, NDArray[Any]]], Sequence[NDArray[Any]], Callable[[], None]]"
+
+
+def _rows_at(at: Rows | slice, genes: NDArray[Any] | None, values: NDArray[Any], elements: Elements) -> SourceRows:
+    """The rows whose elements are in memory one after another."""
+    begins = elements.begins
+    lengths = np.diff(begins, append=elements.n_elements)
+    return SourceRows(at=at, genes=genes, values=values, starts=(begins, begins), lengths=lengths)
 
 
 def _some(at: Rows | slice, chosen: NDArray[np.bool_]) -> Rows:

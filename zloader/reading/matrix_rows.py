@@ -8,7 +8,7 @@ it gets all of the memory, in which the places of rows are addresses. Nothing is
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,26 +21,10 @@ from zloader.common.records import Rows, X
 from zloader.reading import gather
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.gather import SourceRows
-from zloader.reading.matrix_reader import MatrixReader, Needed
+from zloader.reading.matrix_reader import Needed
 from zloader.reading.recipe import MatrixPart
 from zloader.selecting.groups import by_value
 from zloader.transforms.transform import RefusedValue
-
-Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each with the positions of its rows
-
-
-def needed_rows(
-    parts: Sequence[MatrixPart], readers: Sequence[MatrixReader], rows: Rows, at: Shares, ends: Rows
-) -> dict[int, Needed]:
-    """What some rows need of each part of a matrix. Part k has `readers[k]` and ends before row `ends[k]`."""
-    needed = {}
-    for number, of_store in at.items():
-        part = parts[number]
-        of_part, here = part.held(rows[of_store] - (ends[number] - part.n_rows), of_store)
-        if len(of_part):
-            needed[number] = readers[number].needed(here, of_part)
-    return needed
-
 
 _FIRST = 64  # the first byte of `memory`, as there is none at address 0
 
@@ -78,7 +62,7 @@ class LoadedRows:
     """
 
     parts: Sequence[MatrixPart]
-    needed: Mapping[int, Needed]
+    needed: Sequence[Needed]
     lengths: Rows
     sources: Sequence[SourceRows]  # which keep the memory
     kinds: Sequence[SourceRows]
@@ -89,7 +73,7 @@ class LoadedRows:
 
     @classmethod
     def of(
-        cls, parts: Sequence[MatrixPart], needed: Mapping[int, Needed], sources: Sequence[SourceRows], n_rows: int
+        cls, parts: Sequence[MatrixPart], needed: Sequence[Needed], sources: Sequence[SourceRows], n_rows: int
     ) -> LoadedRows:
         """The rows of a fetch of `n_rows` that have been loaded, and where each of them is in memory."""
         keys = [kind_of(rows) for rows in sources]
@@ -143,7 +127,7 @@ class LoadedRows:
     def _copied_bytes(self) -> tuple[int, int]:
         """Bytes per row and per element of the copies that `gather.choose` and `gather.widened` make, at most."""
         per_element = per_row = 0
-        for part in (self.parts[number] for number, rows in self.needed.items() if rows.chooses_later):
+        for part in (rows.reader.part for rows in self.needed if rows.chooses_later):
             itemsize = part.matrix.values.dtype.itemsize
             if part.genes is not None and part.indptr is None:
                 per_row = max(per_row, itemsize * part.n_columns)
@@ -163,13 +147,10 @@ class LoadedRows:
         try:
             return transforming.x(gathered, rows, self.totals[taken])
         except RefusedValue as refused:
-            raise OptionError(f"{self._found(refused.value, refused.row, taken, rows)}: {refused.why}") from None
-
-    def _found(self, value: Any, row: int, taken: Rows, rows: Rows) -> str:
-        """Says in which row and store a value is. `row` counts the rows of a minibatch."""
-        positions = np.arange(len(self.lengths))
-        part = next(self.parts[number] for number, of in self.needed.items() if taken[row] in positions[of.at])
-        return f"{part.matrix.path} of {part.url} holds {value!s} in row {rows[row]} of the dataset"
+            row, positions = refused.row, np.arange(len(self.lengths))
+            part = next(of.reader.part for of in self.needed if taken[row] in positions[of.at])
+            where = f"{part.matrix.path} of {part.url} holds {refused.value!s} in row {rows[row]} of the dataset"
+            raise OptionError(f"{where}: {refused.why}") from None
 
     def _kinds(self, taken: Rows) -> Sequence[tuple[int, Rows | slice]]:
         """The kinds of the rows at positions `taken` of the fetch, each with the places of its rows among them."""

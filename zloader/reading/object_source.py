@@ -22,12 +22,12 @@ from zloader.access.location import Location
 from zloader.access.scheme import ReadRange, is_denial, status_of, wait_s
 from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
-from zloader.common.errors import DeadlineError, StoreChangedError, TruncatedObjectError
+from zloader.common.errors import DeadlineError, StoreChangedError
 from zloader.common.locks import cached_property
 from zloader.common.messages import reason_of
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
-from zloader.reading.answers import MISSING, OTHER_TAG, RANGE_IGNORED, Answer, ReadFailure, denied, truncated
+from zloader.reading.answers import MISSING, OTHER_TAG, RANGE_IGNORED, Answer, ReadFailure, denied, refused, truncated
 
 _log = logging.getLogger("zloader")
 _PASSING = (408, 425, 429)  # statuses below 500 that pass
@@ -40,19 +40,20 @@ class RangeReader(Protocol):
     async def start(self, spans: Sequence[Span]) -> list[Any]:
         """Begins all reads; returns a future for each span."""
 
-    def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
+    def answer(self, read: Any) -> Answer | ReadFailure:
         """How a completed read ended."""
 
 
 @dataclass(kw_only=True)
-class _Attempts:
-    """The attempts to read a span: when the first began, their number, and the last answer."""
+class _Read:
+    """The attempts to read a span: when the first began, their number, the last one, and how it was answered."""
 
     span: Span
     began: float
     number: int = 1
-    limited: int = 0  # those whose failure has a limit of its own (ReadFailure.attempts)
+    attempt: Any = None
     answer: str = "none"
+    stored: bytes | None = None  # once it has succeeded
 
     def __str__(self) -> str:
         return f"last answer: {self.answer}; attempt {self.number}, after {time.monotonic() - self.began:.1f} s"
@@ -84,119 +85,84 @@ class ObjectSource:
         DeadlineError `deadline_s` after the call, with URL, key and byte range.
         """
         began = time.monotonic()
-        started: list[Any] = []
-        stored: list[bytes] = []
-        pending: dict[int, _Attempts] = {}  # by position in `stored`
+        reads = [_Read(span=span, began=began) for span in spans]
         try:
-            async with asyncio.timeout(self._options.deadline_s) as deadline:
-                started += await self._reader.start(spans)
-                await settled(started)
-                for position, (span, read) in enumerate(zip(spans, started, strict=True)):
-                    succeeded = read.done() and read.exception() is None
-                    outcome = await self._outcome(span, read) if succeeded else None
-                    if not isinstance(outcome, bytes):
-                        pending[position] = _Attempts(span=span, began=began)
-                        outcome = b""
-                    stored.append(outcome)
-                if pending:
-                    await self._finish_all(pending, started, stored)
+            async with asyncio.timeout(self._options.deadline_s) as deadline, asyncio.TaskGroup() as group:
+                for read, attempt in zip(reads, await self._reader.start(spans), strict=True):
+                    read.attempt = attempt
+                await settled([read.attempt for read in reads])
+                for read in reads:  # without a task for each, as most have succeeded
+                    succeeded = read.attempt.done() and read.attempt.exception() is None
+                    outcome = await self._outcome(read) if succeeded else None
+                    if isinstance(outcome, bytes):
+                        read.stored = outcome
+                    else:
+                        group.create_task(self._finish(read))
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            late = (span for span, read in zip(spans, started, strict=False) if not read.done())
-            attempts = next(iter(pending.values()), None) or _Attempts(span=next(late, spans[0]), began=began)
-            raise self._deadline_error(attempts) from error
-        finally:
-            for read in started:
-                read.cancel()
-        return stored
-
-    async def _finish_all(self, pending: dict[int, _Attempts], started: list[Any], stored: list[bytes]) -> None:
-        async def finish(position: int, attempts: _Attempts) -> None:
-            stored[position] = await self._finish(attempts, started[position], started)
-            del pending[position]
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for position, attempts in pending.items():
-                    group.create_task(finish(position, attempts))
+            raise self._deadline_error(next(read for read in reads if read.stored is None)) from error
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors.exceptions[0].__cause__
+        finally:
+            for read in reads:
+                if read.attempt is not None:
+                    read.attempt.cancel()
+        return [read.stored or b"" for read in reads]
 
-    async def _finish(self, attempts: _Attempts, read: Any, started: list[Any]) -> bytes:
+    async def _finish(self, read: _Read) -> None:
         """Reads a span again until an attempt succeeds; raises once the last allowed attempt has failed."""
         while True:
-            await settled([read])
-            outcome = await self._outcome(attempts.span, read)
+            await settled([read.attempt])
+            outcome = await self._outcome(read)
             if isinstance(outcome, bytes):
-                return outcome
-            await self._pause(attempts, outcome)
-            attempts.number += 1
+                read.stored = outcome
+                return
+            await self._pause(read, outcome)
+            read.number += 1
             self.retries += 1
-            (read,) = await self._reader.start([attempts.span])
-            started.append(read)
+            (read.attempt,) = await self._reader.start([read.span])
 
-    async def _pause(self, attempts: _Attempts, failure: ReadFailure) -> None:
+    async def _pause(self, read: _Read, failure: ReadFailure) -> None:
         """Waits before the next attempt; raises if no attempts or no time is left."""
-        described, now = self.describe(attempts.span), time.monotonic()
-        attempts.answer = failure.answer
-        attempts.limited += failure.attempts is not None
-        exhausted = failure.attempts is not None and attempts.limited >= failure.attempts
-        if attempts.number > self._options.retries or exhausted:
-            if failure.error is TruncatedObjectError:
-                await self._check_listed(attempts.span)
-            raise failure.error(f"{described} {failure.verdict} ({attempts}). {failure.advice}")
-        seconds = max(failure.wait_s, pause_s(attempts.number, self._random.random()))
-        if now + seconds > attempts.began + self._options.deadline_s:
-            raise self._deadline_error(attempts)
+        described, now = self.describe(read.span), time.monotonic()
+        read.answer = failure.answer
+        if read.number > self._options.retries or not failure.passes:
+            raise failure.error(f"{described} {failure.verdict} ({read}). {failure.advice}")
+        seconds = max(failure.wait_s, pause_s(read.number, self._random.random()))
+        if now + seconds > read.began + self._options.deadline_s:
+            raise self._deadline_error(read)
         level = logging.DEBUG
-        if now - max(attempts.began, self._warned) > _WARN_S:
+        if now - max(read.began, self._warned) > _WARN_S:
             level, self._warned = logging.WARNING, now
-        _log.log(level, "%s failed (%s); retrying in %.1f s", described, attempts, seconds)
+        _log.log(level, "%s failed (%s); retrying in %.1f s", described, read, seconds)
         await asyncio.sleep(seconds)
 
-    def _deadline_error(self, attempts: _Attempts) -> DeadlineError:
+    def _deadline_error(self, read: _Read) -> DeadlineError:
         return DeadlineError(
-            f"{self.describe(attempts.span)} did not finish within deadline_s={self._options.deadline_s} ({attempts}). "
+            f"{self.describe(read.span)} did not finish within deadline_s={self._options.deadline_s} ({read}). "
             "Is the server overloaded, down or unreachable? A slow link needs a larger deadline_s or fewer "
             "in_flight_bytes"
         )
 
-    async def _outcome(self, span: Span, read: Any) -> bytes | ReadFailure:
-        """The bytes of a completed read, or its failure. Raises StoreChangedError."""
-        answer = self._reader.answer(span, read)
-        if answer is OTHER_TAG:
-            await self._check_listed(span)
+    async def _outcome(self, read: _Read) -> bytes | ReadFailure:
+        """The bytes of a completed attempt, or its failure. Raises StoreChangedError."""
+        span, answer = read.span, self._reader.answer(read.attempt)
+        if isinstance(answer, Answer) and len(answer.stored) != span.size:
+            answer = truncated(f"{len(answer.stored)} of {span.size} bytes")
         if isinstance(answer, ReadFailure):
+            if answer.changed:
+                await self._check_listed(span)
             return answer
-        if self._tags.get(span.key) != answer.tag:
-            await self._check_unchanged(span, answer.tag)
-        return (
-            answer.stored
-            if len(answer.stored) == span.size
-            else truncated(f"{len(answer.stored)} of {span.size} bytes")
-        )
-
-    @cached_property
-    def _reader(self) -> RangeReader:
-        """Opened by the first read, in the process that iterates, so that no client is in use before a fork."""
-        return _reader(self._location, self._objects)
-
-    def describe(self, span: Span) -> str:
-        """URL, key and byte range, for messages."""
-        return span.read_from(self._location.url)
-
-    # ---- has the object changed?
-
-    async def _check_unchanged(self, span: Span, tag: bytes) -> None:
-        """Raises StoreChangedError if the object has changed since it was listed, or since an earlier read."""
-        if self._tags.get(span.key, tag) != tag:
-            raise self._changed(span)
-        # A tag ends in the ETag. If that is not the listed ETag, ask the server again.
-        listed = self._objects[span.key].tag.encode()
-        if not (listed and tag.endswith(listed)):
-            await self._check_listed(span)
-        self._tags[span.key] = tag
+        if (known := self._tags.get(span.key)) != answer.tag:
+            if known is not None:
+                raise self._changed(span)
+            # A tag ends in the ETag. If that is not the listed ETag, ask the server again.
+            listed = self._objects[span.key].tag.encode()
+            if not (listed and answer.tag.endswith(listed)):
+                await self._check_listed(span)
+            self._tags[span.key] = answer.tag
+        return answer.stored
 
     async def _check_listed(self, span: Span) -> None:
         """Raises StoreChangedError if the object is no longer the one that was listed, or MissingObjectError."""
@@ -210,6 +176,15 @@ class ObjectSource:
         return StoreChangedError(
             f"{self.describe(span)}: the object has changed since the store was opened. Open the store again"
         )
+
+    @cached_property
+    def _reader(self) -> RangeReader:
+        """Opened by the first read, in the process that iterates, so that no client is in use before a fork."""
+        return _reader(self._location, self._objects)
+
+    def describe(self, span: Span) -> str:
+        """URL, key and byte range, for messages."""
+        return span.read_from(self._location.url)
 
 
 class _ObstoreReader:
@@ -229,7 +204,7 @@ class _ObstoreReader:
         tag = self._objects[span.key].tag if self._matches else ""
         return self._read_range(span.key, span.start, span.stop, tag)
 
-    def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
+    def answer(self, read: Any) -> Answer | ReadFailure:
         if (error := read.exception()) is not None:
             return self._failure(error)
         tag, stored = read.result()
@@ -252,7 +227,7 @@ class _ObstoreReader:
             return OTHER_TAG
         if "redirect" not in answer and (status is None or status >= 500 or status in _PASSING):
             return ReadFailure(answer=answer, wait_s=wait_s(error))
-        return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
+        return refused(answer)
 
 
 def _reader(location: Location, objects: Mapping[str, StoredObject]) -> RangeReader:

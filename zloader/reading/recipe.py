@@ -68,7 +68,7 @@ class MatrixPart:
         return is_kept and np.can_cast(self.matrix.values.dtype, dtype, "safe")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class PagedColumn:
     """A large obsm array: each fetch loads its rows, like those of x.
 
@@ -80,41 +80,23 @@ class PagedColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowColumns:
-    """What minibatches have of their rows beside x.
-
-    `obs` and `obsm` return the obs columns and obsm arrays of all rows of the dataset; they are called while the first
-    rows are read. `paged` has those of them whose rows are loaded with each fetch. `present` says for each modality
-    which rows of the dataset it has.
-    """
-
-    obs: Callable[[], Mapping[str, ObsColumn]] = dict
-    obsm: Callable[[], Mapping[str, NDArray[Any] | PagedColumn]] = dict
-    paged: Sequence[PagedColumn] = ()
-    present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)  # columns whose missing labels were logged
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cutting:
-    """How the items that are put are made of minibatches that were gathered as one.
-
-    `cut` makes them, given the rows at which it is cut, from 0 to its last. `grows` says that they may take more memory
-    than what was gathered; then fewer minibatches are gathered as one.
-    """
-
-    cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
-    grows: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How to make minibatches from rows.
 
     `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `form` is that of all
     of them, but for those that have `transforms`. `tokens` makes tokens of a matrix, which may be left out of `wanted`,
-    the matrices that minibatches carry. `sweeps` says that the fetches make up an epoch of all rows. `compiled` says
-    that numba is loaded, if it is not yet, because there are loops that need it, or because their work takes longer.
+    the matrices that minibatches carry.
+
+    `obs` and `obsm` return the obs columns and obsm arrays of all rows of the dataset; they are called while the first
+    rows are read. `paged` has the obsm arrays whose rows are loaded with each fetch. `present` says for each modality
+    which rows of the dataset it has. `told` are the obs columns whose missing labels were logged.
+
+    `cut` makes the items that are put of minibatches that were gathered as one, given the rows at which it is cut, from
+    0 to its last. `grows` says that they may take more memory than what was gathered; then fewer minibatches are
+    gathered as one.
+
+    `sweeps` says that the fetches make up an epoch of all rows. `compiled` says that numba is loaded, if it is not yet,
+    because there are loops that need it, or because their work takes longer.
     """
 
     x: Mapping[str, Sequence[MatrixPart]]
@@ -122,8 +104,13 @@ class Recipe:
     transforms: Mapping[str, Transforming] = field(default_factory=dict)
     wanted: Collection[str] | None = None
     tokens: BoundTokenizer | None = None
-    columns: RowColumns = field(default_factory=RowColumns)
-    cutting: Cutting = field(default_factory=Cutting)
+    obs: Callable[[], Mapping[str, ObsColumn]] = dict
+    obsm: Callable[[], Mapping[str, NDArray[Any]]] = dict
+    paged: Mapping[str, PagedColumn] = field(default_factory=dict)
+    present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
+    grows: bool = False
     sweeps: bool = False
     compiled: bool = True
 
@@ -134,7 +121,7 @@ class Recipe:
     @property
     def arrays(self) -> list[Sequence[MatrixPart]]:
         """The parts of each array that is read: of each matrix, then of each paged column."""
-        return [*self.x.values(), *(column.parts for column in self.columns.paged)]
+        return [*self.x.values(), *(column.parts for column in self.paged.values())]
 
     @property
     def ends(self) -> Rows:

@@ -23,7 +23,7 @@ from zloader.access.scheme import claim_process
 from zloader.common.errors import StoreError
 from zloader.common.file_systems import close_with
 from zloader.common.records import Span
-from zloader.reading.answers import MISSING, RANGE_IGNORED, Answer, ReadFailure, denied, truncated
+from zloader.reading.answers import MISSING, RANGE_IGNORED, Answer, ReadFailure, denied, refused, truncated
 
 # TensorStore's statuses for transient failures: 5xx, 429, S3's SlowDown, RequestTimeout and similar, and connection
 # errors. It reports them as ABORTED once its own retries are used up, which is at once, since it is told not to retry.
@@ -48,7 +48,7 @@ class TensorStoreReader:
         kvstore = await self._opening
         return [kvstore.read(span.key, byte_range=slice(span.start, span.stop)) for span in spans]
 
-    def answer(self, span: Span, read: Any) -> Answer | ReadFailure:
+    def answer(self, read: Any) -> Answer | ReadFailure:
         if (error := read.exception()) is not None:
             return classify_failure(str(error), self._location.kind.advice)
         result = read.result()
@@ -69,8 +69,19 @@ def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]
     """TensorStore's spec of the key-value store at a remote `location`. Raises AccessDeniedError and OptionError."""
     set_curl_timeouts()
     trust_bundle()
-    bucket, _, prefix = location.path.partition("/")
-    return _s3(bucket, prefix + "/" if prefix else "", s3_access(location.storage_options), credentials)
+    access, (bucket, _, prefix) = s3_access(location.storage_options), location.path.partition("/")
+    optional = {"endpoint": access.endpoint, "aws_region": access.region}
+    return {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": prefix + "/" if prefix else "",
+        "aws_credentials": credentials.spec(access),
+        # The fetch bounds the bytes in flight. This limit only has to be high enough not to interfere.
+        "s3_request_concurrency": {"limit": 256},
+        # object_source.py retries, within a deadline. TensorStore's own retries would go on for 15 minutes.
+        "s3_request_retries": {"max_retries": 0},
+        **{name: value for name, value in optional.items() if value},
+    }
 
 
 def set_curl_timeouts() -> None:
@@ -87,25 +98,6 @@ def trust_bundle() -> None:
         os.environ.setdefault("TENSORSTORE_CA_BUNDLE", bundle)
 
 
-def _s3(bucket: str, prefix: str, access: S3Access, credentials: Credentials) -> dict[str, Any]:
-    spec: dict[str, Any] = {
-        "driver": "s3",
-        "bucket": bucket,
-        "path": prefix,
-        "aws_credentials": credentials.spec(access),
-    }
-    if access.endpoint:
-        spec["endpoint"] = access.endpoint
-    if access.region:
-        spec["aws_region"] = access.region
-    return spec | {
-        # The fetch bounds the bytes in flight. This limit only has to be high enough not to interfere.
-        "s3_request_concurrency": {"limit": 256},
-        # object_source.py retries, within a deadline. TensorStore's own retries would go on for 15 minutes.
-        "s3_request_retries": {"max_retries": 0},
-    }
-
-
 def classify_failure(message: str, advice: str) -> ReadFailure:
     """The ReadFailure for the message of a TensorStore error; `advice` is what to check if access is denied."""
     status, code = message.partition(":")[0], _CODE.search(message)
@@ -119,7 +111,7 @@ def classify_failure(message: str, advice: str) -> ReadFailure:
         return truncated(answer)
     if "was ignored by server" in reason:
         return replace(RANGE_IGNORED, answer=answer)
-    return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)
+    return refused(answer)
 
 
 class Credentials:

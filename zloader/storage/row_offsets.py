@@ -51,11 +51,6 @@ class RowOffsets:
         """Whether all entries are one page, which `load` reads."""
         return self._width >= self.n_entries
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether no row has to be read any more."""
-        return len(self._kept) * self._width >= self.n_entries
-
     def load(self) -> None:
         """Reads the first page. Raises FormatError for offsets that do not ascend, and any ReadError."""
         self._page(0)

@@ -23,10 +23,10 @@ from zloader.dataset.elements import modality_of
 from zloader.order.cell_sets import SetOrder
 from zloader.order.companions import BoundControls, BoundNeighbors, Companions, MatchedControls, Neighbors
 from zloader.order.sampling import Order, Sampling
+from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
 from zloader.reading import gather
 from zloader.reading.forms import Form
-from zloader.reading.recipe import Cutting, Recipe, RowColumns
-from zloader.reading.rehearsal import EPOCHS_IN_NUMPY, IN_NUMPY
+from zloader.reading.recipe import Recipe
 from zloader.tokenizers.geneformer import Geneformer
 from zloader.tokenizers.scgpt import ScGPT
 from zloader.tokenizers.tokenizer import BoundTokenizer
@@ -43,6 +43,10 @@ log = logging.getLogger("zloader")
 
 LAYOUTS = ("csr", "dense", "packed", "scipy")
 DTYPES = ("float32", "float64", "int32", "int64")
+# Loading numba takes half a second to a second, which is as long as many epochs of few values in NumPy take more than
+# compiled ones. So for those, it is loaded only if the loader goes on to this epoch.
+EPOCHS_IN_NUMPY = 16
+_IN_NUMPY = BlockShuffling, MixtureOfScanners, Streaming  # the samplings that permute at most
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,7 +109,7 @@ class LoaderRecipes:
                 f"transforms of {self.tokens.x!r} need all genes, and tokens of it only those of the panel: take all "
                 "genes, or make the tokens in a loader with x=None"
             )
-        self._load_loops()
+        self._load_numba()
         self._told: set[str] = set()  # obs columns with missing labels
 
     def _require_parts(self) -> None:
@@ -128,8 +132,8 @@ class LoaderRecipes:
         for name in self.names:
             self.dataset.matrices.require_dtype(name, self.dtype)
 
-    def _load_loops(self) -> None:
-        """Loads the compiled loops of an epoch, before there are threads, or a process is forked that shares them.
+    def _load_numba(self) -> None:
+        """Loads numba, before there are threads, or a process is forked that shares it.
 
         A small dataset does without, as long as nothing is asked for but its rows in an order that needs no loops.
         """
@@ -137,14 +141,12 @@ class LoaderRecipes:
         usual = {name for name in self.names if name not in self._transforming and matrices.chosen(name) is None}
         self._few = (
             self.companions is None
-            and isinstance(self.sampling, IN_NUMPY)
+            and isinstance(self.sampling, _IN_NUMPY)
             and 0 < len(usual) == len(self.loaded)
             and matrices.are_few(usual)
         )
         if not self._few:
             load_compiler()
-        for name in usual:
-            matrices.rehearse(name, self._form(None))
 
     # ---- what an epoch reads
 
@@ -190,25 +192,25 @@ class LoaderRecipes:
             transforms=transforms,
             wanted=self.names,
             tokens=None if self.tokenizer is None else self.tokenizer.at(self.seed, epoch),
-            columns=self._columns(),
-            cutting=self.cutting(ready=ready),
             sweeps=sweeps,
             compiled=not self._few or epoch >= EPOCHS_IN_NUMPY,
+            **self._beside_x(),
+            **self._cut(ready=ready),
         )
 
-    def _columns(self) -> RowColumns:
-        """The parts beside x, for all rows of the whole dataset."""
+    def _beside_x(self) -> dict[str, Any]:
+        """The parts of a Recipe beside x, for all rows of the whole dataset."""
         whole = self.dataset.whole
         arrays = whole.observations.arrays
-        obsm = arrays.all_paged(self.obsm, self.options)
+        paged = arrays.all_paged(self.obsm, self.options)
         modalities = [*map(modality_of, self.loaded), *map(arrays.modality_of, self.obsm)]
-        return RowColumns(
-            obs=lambda: {name: whole.obs_column(name) for name in self.obs},
-            obsm=lambda: {name: obsm[name] if name in obsm else whole.obsm_array(name) for name in self.obsm},
-            paged=list(obsm.values()),
-            present=self.dataset.matrices.present(modalities),
-            told=self._told,
-        )
+        return {
+            "obs": lambda: {name: whole.obs_column(name) for name in self.obs},
+            "obsm": lambda: {name: whole.obsm_array(name) for name in self.obsm if name not in paged},
+            "paged": paged,
+            "present": self.dataset.matrices.present(modalities),
+            "told": self._told,
+        }
 
     def expected_bytes(self, n_rows: int) -> float:
         """About the bytes of x in a minibatch of so many rows, from the sizes of the stored arrays."""
@@ -221,15 +223,15 @@ class LoaderRecipes:
 
     # ---- minibatches of what was gathered
 
-    def cutting(self, *, ready: bool) -> Cutting:
-        """How minibatches are made of those that were gathered as one: by threads that gather, if they are `ready`.
+    def _cut(self, *, ready: bool) -> dict[str, Any]:
+        """How a Recipe makes minibatches of those that were gathered as one: by threads that gather, if `ready`.
 
         Arrays for a device are made into tensors by the thread that sends them.
         """
         if self.batch_transform is None and (not ready or self.device is not None):
-            return Cutting()
+            return {}
         cut = partial(made, self.minibatches, self.batch_transform)
-        return Cutting(cut=cut, grows=self.batch_transform is not None)
+        return {"cut": cut, "grows": self.batch_transform is not None}
 
     def minibatch(self, item: Made | MinibatchArrays) -> Any:
         """What the consumer gets for an item of an epoch. A batch_transform may have returned anything."""
