@@ -80,8 +80,8 @@ class _BusyObject(ObjectWriter):
         with translated(f"write {self._key} to", "here"), self._destination.writing(self._key):
             self._inner.write(piece)
 
-    def commit(self) -> None:
-        self._inner.commit()
+    def commit(self, *, durable: bool = True) -> None:
+        self._inner.commit(durable=durable)
 
     def abort(self) -> None:
         self._inner.abort()

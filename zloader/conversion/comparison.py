@@ -6,14 +6,11 @@ Equal bits, NaNs and missing values count as equal. The first difference of each
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pandas as pd
-import scipy.sparse
 import zarr
 from numpy.typing import NDArray
 from zarr.storage import MemoryStore
@@ -28,7 +25,7 @@ from zloader.common.errors import (
 )
 from zloader.common.progress import Bars
 from zloader.common.records import Rows
-from zloader.conversion.elements import ElementWriter
+from zloader.conversion.elements import ElementWriter, values_of
 from zloader.conversion.encode import ConvertOptions
 from zloader.conversion.hierarchy import Findings
 from zloader.conversion.port import Matrix, Opened, Part, Window
@@ -39,7 +36,7 @@ from zloader.selecting.gene_names import GenesBy
 
 DAMAGED = (FormatError, CorruptChunkError, TruncatedObjectError, MissingObjectError)
 AGAINST = "against"  # the `where` of problems that concern the sources
-_TEXT = "OUST"  # kinds of arrays that hold text
+_LACKING, _MORE = "is in the sources, but not in the store", "is in the store, but not in the sources"
 _SHOWN = 60  # characters of a value
 _GROUPS = ("layers", "obsm", "obsp", "varm", "varp", "raw/varm", "obsmap", "varmap")
 
@@ -50,7 +47,7 @@ def compare(store: OpenedStore, in_store: Opened, in_sources: Opened, findings: 
     stored = {part.path: part for part in in_store.parts}
     wanted = {part.path: part for part in in_sources.parts}
     for path in stored.keys() - wanted.keys():
-        findings.add(path, "is in the store, but not in the sources")
+        findings.add(path, _MORE)
     equal = set[str]()
     for path, part in wanted.items():
         kind = part.attributes["encoding-type"]
@@ -109,13 +106,17 @@ class _Comparison:
     def run(self) -> None:
         """Reports the first difference of every element."""
         self._compare_obs()
-        self._compare_frame("var", self._wanted.var, self._found.var)
-        if self._wanted.raw_var is not None and self._found.raw_var is not None:
-            self._compare_frame("raw/var", self._wanted.raw_var, self._found.raw_var)
-        in_sources = [*self._compare_matrices(), *self._compare_elements()]
-        for path in self._stored_paths():
+        frames = {"var": (self._wanted.var, self._found.var), "raw/var": (self._wanted.raw_var, self._found.raw_var)}
+        for path, (wanted, found) in frames.items():
+            with reporting(self._findings, self._part.at(path)):
+                if wanted is not None and found is not None:
+                    self._add_all(element_differences(path, wanted, found, "gene"))
+        in_sources = {*self._compare_matrices(), *self._compare_elements()}
+        # All elements but obs, var, raw/var and uns, whose entries have been compared one by one.
+        below = [f"{group}/{name}" for group in _GROUPS for name in self._store.keys(self._part.at(group))]
+        for path in [*(matrix.name for matrix in self._found.matrices()), *below]:
             if path not in in_sources:
-                self._add(path, "is in the store, but not in the sources")
+                self._add(path, _MORE)
 
     def _add(self, path: str, what: str) -> None:
         self._findings.add(self._part.at(path), what)
@@ -126,7 +127,7 @@ class _Comparison:
 
     def _is_comparable(self, path: str) -> bool:
         if self._part.at(path) not in self._store:
-            self._add(path, "is in the sources, but not in the store")
+            self._add(path, _LACKING)
             return False
         if self._part.at(path) in self._findings:
             self._add(path, "is damaged, so it was not compared with the sources")
@@ -142,21 +143,15 @@ class _Comparison:
                 self._add("obs", f"has {len(stored)} rows, but {len(names)} in the sources")
             n = min(len(names), len(stored))
             self._add_all(element_differences("obs/_index", names[:n], stored[:n], "row"))
-            self._add_all(name_differences("obs", wanted.obs_columns, found.obs_columns))
+            for name in sorted({*wanted.obs_columns} ^ {*found.obs_columns}):
+                self._add(f"obs/{name}", _LACKING if name in wanted.obs_columns else _MORE)
+            if wanted.obs_columns != found.obs_columns and sorted(wanted.obs_columns) == sorted(found.obs_columns):
+                self._add("obs", f"its columns are in another order: {in_both(found.obs_columns, wanted.obs_columns)}")
         for name in wanted.obs_columns if n_stored == wanted.n_rows else ():
             with reporting(self._findings, self._part.at(f"obs/{name}")):
                 if name in found.obs_columns and self._is_comparable(f"obs/{name}"):
                     columns = wanted.obs_column(name), found.obs_column(name)
                     self._add_all(element_differences(f"obs/{name}", *columns, "row"))
-
-    def _compare_frame(self, path: str, wanted: pd.DataFrame, found: pd.DataFrame) -> None:
-        with reporting(self._findings, self._part.at(path)):
-            self._add_all(element_differences(path, as_stored(wanted), found, "gene"))
-
-    def _stored_paths(self) -> list[str]:
-        """All elements of the store except obs, var, raw/var and uns, whose entries are compared one by one."""
-        below = [f"{group}/{name}" for group in _GROUPS for name in self._store.keys(self._part.at(group))]
-        return [matrix.name for matrix in self._found.matrices()] + below
 
     def _compare_matrices(self) -> Iterator[str]:
         stored = {matrix.name: matrix for matrix in self._found.matrices()}
@@ -231,7 +226,7 @@ class _Comparison:
                 is_empty = path == "uns" and self._part.at(path) not in self._store
                 if is_empty or self._is_comparable(path):
                     found = {} if is_empty else self._store.element(self._part.at(path))
-                    self._add_all(element_differences(path, as_stored(element), found))
+                    self._add_all(element_differences(path, element, found))
 
 
 def _in_step(ones: Iterator[Window], others: Iterator[Window]) -> Iterator[tuple[Window, Window]]:
@@ -262,100 +257,71 @@ def _differing(one: pd.Series, other: pd.Series) -> Rows:
     return np.asarray(changed.union(one.index.symmetric_difference(other.index)), np.int64)
 
 
-# ---- elements
+# ---- elements, as the arrays that anndata makes of them
 
 
-def as_stored(element: Any) -> Any:
-    """An element as it reads back after being written: a list becomes an array, for example."""
+def arrays_of(element: Any) -> dict[str, Any]:
+    """The arrays of an element as it is stored, and the attributes of its groups, by path; its own path is ""."""
+    if isinstance(element, pd.Series | pd.Index):
+        is_plain = isinstance(element.dtype, pd.StringDtype) and not element.hasnans
+        element = element.to_numpy(object) if is_plain else values_of(element)
     root = zarr.create_group(MemoryStore(), zarr_format=3)
-    ElementWriter(root, ConvertOptions(), of="the sources").write("element", element)
-    return ad.io.read_elem(root["element"])
+    ElementWriter(root, ConvertOptions(codec="none"), of="the sources").write("element", element)
+    whole = root["element"]
+    members = whole.members(max_depth=None) if isinstance(whole, zarr.Group) else ()
+    made: dict[str, Any] = {}
+    for path, node in [("", whole), *sorted(members)]:
+        made[path] = np.asarray(node[...]) if isinstance(node, zarr.Array) else dict(node.attrs)
+        if isinstance(node, zarr.Array) and made[path].dtype.kind in "UT":
+            made[path] = made[path].astype(object)
+        above, _, name = path.rpartition("/")
+        if name == "values" and str(made[above].get("encoding-type")).startswith("nullable"):
+            made[path][made[f"{path.removesuffix('values')}mask"]] = made[path].dtype.type()  # whatever is there
+    return made
 
 
 def element_differences(path: str, wanted: Any, found: Any, axis: str = "entry") -> Iterator[tuple[str, str]]:
     """The path and the first difference of each part of an element that differs. `axis` names an entry."""
-    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
-        yield from name_differences(path, wanted, found, in_order=False)
-        for key in wanted:
-            if key in found:
-                yield from element_differences(f"{path}/{key}", wanted[key], found[key], axis)
-    elif isinstance(wanted, pd.DataFrame) and isinstance(found, pd.DataFrame):
-        yield from element_differences(f"{path}/_index", wanted.index, found.index, axis)
-        yield from name_differences(path, wanted, found)
-        for name in wanted:
-            if name in found and len(wanted) == len(found):
-                yield from element_differences(f"{path}/{name}", wanted[name], found[name], axis)
-    else:
-        what = _difference(wanted, found, axis)
-        if what is not None:
-            yield path, what
+    # Columns usually are equal, which pandas sees at once, although 0.0 equals -0.0 there.
+    is_column = isinstance(wanted, pd.Series | pd.Index) and wanted.dtype == found.dtype
+    if is_column and wanted.dtype.kind not in "fc" and pd.Series(wanted.array).equals(pd.Series(found.array)):
+        return
+    ones, others = arrays_of(wanted), arrays_of(found)
+    apart: set[str] = set()  # the paths of which nothing below is compared
+    for part in sorted({*ones, *others}):
+        above, _, name = part.rpartition("/")
+        if part and above in apart:
+            apart.add(part)
+            continue
+        one, other, said, at = ones.get(part), others.get(part), "", f"{path}/{part}".rstrip("/")
+        if part and isinstance(ones[above], dict) and ones[above]["encoding-type"] not in ("dict", "dataframe"):
+            said, at = f"its {name} ", f"{path}/{above}".rstrip("/")
+        if one is None or other is None or isinstance(one, dict) != isinstance(other, dict):
+            apart.add(part)
+            what = _LACKING if other is None else _MORE if one is None else "is of another kind in the sources"
+            yield at, said + what
+        elif isinstance(one, dict):
+            if sorted(one.get("column-order", ())) != sorted(other.get("column-order", ())):  # as its columns say
+                one, other = ({**each, "column-order": []} for each in (one, other))
+            for key in sorted(one.keys() | other.keys()):
+                if one.get(key) != other.get(key):
+                    yield at, f"its {key} is {in_both(other.get(key), one.get(key))}"
+            if one["encoding-type"] != other["encoding-type"]:
+                apart.add(part)
+        elif (differing := _difference(one, other, axis)) is not None:
+            yield at, said + differing
 
 
-def name_differences(path: str, wanted: Any, found: Any, *, in_order: bool = True) -> Iterator[tuple[str, str]]:
-    """The names that only one of two lists has, and with `in_order` whether their order differs."""
-    wanted, found = list(wanted), list(found)
-    for name in wanted:
-        if name not in found:
-            yield f"{path}/{name}", "is in the sources, but not in the store"
-    for name in found:
-        if name not in wanted:
-            yield f"{path}/{name}", "is in the store, but not in the sources"
-    if in_order and wanted != found and sorted(wanted) == sorted(found):
-        yield path, f"has its columns in a different order: {', '.join(found)} instead of {', '.join(wanted)}"
-
-
-def _difference(wanted: Any, found: Any, axis: str) -> str | None:
-    if wanted is None or found is None:
-        return None if wanted is found else in_both(found, wanted)
-    one, other = _arrays_of(wanted), _arrays_of(found)
-    if one["kind"] != other["kind"]:
-        return f"is {other['kind']} in the store, but {one['kind']} in the sources"
-    for name, values in one.items():
-        stored = other[name]
-        if name == "awkward":
-            awkward: Any = sys.modules["awkward"]  # anndata has imported it
-            if not awkward.array_equal(values, stored, equal_nan=True):
-                return "differs from the sources"
-        elif isinstance(values, np.ndarray):
-            said = "" if name == "values" else f"its {name} "
-            for part in ("dtype", "shape"):
-                if getattr(values, part) != getattr(stored, part):
-                    return f"{said}has {part} {getattr(stored, part)}, but {getattr(values, part)} in the sources"
-            differ = bits_differ(values, stored)
-            if differ.any():
-                first = tuple(np.argwhere(differ)[0].tolist())
-                at = f"{axis} {', '.join(map(str, first))}: " if first else ""
-                return f"{said}{at}{in_both(stored[first], values[first])}; {np.count_nonzero(differ)} differ"
-    return None
-
-
-def _arrays_of(element: Any) -> dict[str, Any]:
-    """The kind of an element that is no group, and the arrays that hold it. Missing values are None."""
-    if isinstance(element, pd.Series | pd.Index):
-        element = element.array
-    if isinstance(element, pd.Categorical):
-        kind = f"{'ordered' if element.ordered else 'categorical'}"
-        categories = _arrays_of(element.categories)["values"]
-        labels = [*categories.tolist(), None]
-        return {"kind": kind, "categories": categories, "values": np.array(labels, object)[element.codes]}
-    if type(element).__module__.partition(".")[0] == "awkward":
-        return {"kind": "awkward", "awkward": element}
-    if scipy.sparse.issparse(element):
-        rows = element.tocsr(copy=True)
-        rows.sum_duplicates()
-        columns = [part.astype(np.int64, copy=False) for part in (rows.indptr, rows.indices)]
-        kind = f"{element.format} of shape {element.shape}"
-        return {"kind": kind, "indptr": columns[0], "indices": columns[1], "data": rows.data}
-    if isinstance(element, pd.arrays.BooleanArray | pd.arrays.IntegerArray):
-        return {"kind": str(element.dtype), "values": element.to_numpy(dtype=object, na_value=None)}
-    if isinstance(element, pd.arrays.FloatingArray):
-        return {"kind": str(element.dtype), "values": element.to_numpy(dtype=np.float64, na_value=np.nan)}
-    values = np.asarray(element)
-    if values.dtype.kind in _TEXT:
-        values = values.astype(object)
-        values[np.asarray(pd.isna(values), bool)] = None
-        return {"kind": "text", "values": values}
-    return {"kind": "array", "values": values.astype(values.dtype.newbyteorder("="), copy=False)}
+def _difference(values: NDArray[Any], stored: NDArray[Any], axis: str) -> str | None:
+    for part in ("dtype", "shape"):
+        if getattr(values, part) != getattr(stored, part):
+            return f"has {part} {getattr(stored, part)}, but {getattr(values, part)} in the sources"
+    differ = bits_differ(values, stored)
+    if not differ.any():
+        return None
+    first = tuple(np.argwhere(differ)[0].tolist())
+    at = f"{axis} {', '.join(map(str, first))}: " if first else ""
+    return f"{at}{in_both(stored[first], values[first])}; {np.count_nonzero(differ)} differ"
 
 
 def bits_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:

@@ -133,7 +133,7 @@ class Destination:
                 self._complete(self._mark, None)  # so that anyone may clear what is left of the old store
                 self._complete(self._clear)
             self._complete(self._mark, journal)
-        store = PendingStore(self.put, self.location.url)
+        store = PendingStore(partial(self.put, durable=False), self.location.url)
         try:
             yield store
             store.commit()
@@ -158,9 +158,9 @@ class Destination:
         """The bytes of an object."""
         return self.location.read(key)
 
-    def put(self, key: str, stored: bytes) -> None:
+    def put(self, key: str, stored: bytes, *, durable: bool = True) -> None:
         """Stores an object, which appears at once."""
-        _put(self.create_object(key), stored)
+        _put(self.create_object(key), stored, durable=durable)
 
     def create_object(self, key: str) -> ObjectWriter:
         """Starts writing an object."""
@@ -221,10 +221,10 @@ class Destination:
                     filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
 
 
-def _put(writer: ObjectWriter, stored: bytes) -> None:
+def _put(writer: ObjectWriter, stored: bytes, *, durable: bool = True) -> None:
     try:
         writer.write(stored)
-        writer.commit()
+        writer.commit(durable=durable)
     except BaseException:
         writer.abort()
         raise

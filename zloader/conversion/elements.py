@@ -135,13 +135,13 @@ class ElementWriter:
             require_names(f"the index of {path}", [name])
         self.write_group(path, "dataframe", "0.2.0", **{"_index": name, "column-order": names})
         if name not in names:
-            self._write_leaf(f"{path}/{name}", _values(_plain_names(index)))
+            self._write_leaf(f"{path}/{name}", values_of(_plain_names(index)))
         for column, series in columns:
             if column == name and not _objects(series).equals(_objects(index)):
                 raise SourceError(
                     f"{path} has a column {name!r} whose values differ from the index of the same name: rename one"
                 )
-            self._write_leaf(f"{path}/{column}", _values(series))
+            self._write_leaf(f"{path}/{column}", values_of(series))
 
     def _write(self, function: Any, into: zarr.Group, key: str, leaf: Any, *, dataset_kwargs: Any, iospec: Any) -> None:
         _refuse_lossy(leaf)
@@ -197,7 +197,7 @@ def _plain_names(index: pd.Index) -> pd.Index:
     return pd.Index(index.to_numpy(object), dtype=object, name=index.name)
 
 
-def _values(column: pd.Series | pd.Index) -> Any:
+def values_of(column: pd.Series | pd.Index) -> Any:
     """The array of a column that anndata writes: an ndarray, or an extension array (nullable, categorical, ...)."""
     return column.to_numpy() if isinstance(column.dtype, np.dtype) else column.array
 

@@ -62,9 +62,10 @@ class _LocalFile:
     def write(self, piece: bytes) -> None:
         self._file.write(piece)
 
-    def commit(self) -> None:
+    def commit(self, durable: bool) -> None:
         self._file.flush()
-        _sync(self._file.fileno())  # a power failure must not leave the final name without its bytes
+        if durable:  # a power failure must not leave the final name without its bytes
+            _sync(self._file.fileno())
         self._file.close()
         self._partial.replace(self._path)
 
@@ -114,7 +115,7 @@ class _Upload:
         answer = self._filesystem.call_s3("upload_part", **self._upload, PartNumber=number, Body=body)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
-    def commit(self) -> None:
+    def commit(self, durable: bool) -> None:
         if not self._upload:  # small enough for one request
             self._filesystem.pipe_file(self._path, b"".join(self._pending))
         else:
@@ -146,10 +147,10 @@ class ObjectWriter:
         with translated(*self._at):
             self._inner.write(piece)
 
-    def commit(self) -> None:
-        """Completes the object and makes it visible."""
+    def commit(self, *, durable: bool = True) -> None:
+        """Completes the object and makes it visible. A `durable` one on a disk outlasts a power failure."""
         with translated(*self._at):
-            self._inner.commit()
+            self._inner.commit(durable)
 
     def abort(self) -> None:
         """Discards the object."""

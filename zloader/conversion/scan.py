@@ -116,11 +116,12 @@ def _runs(table: Index, most_bytes: int) -> Iterator[tuple[int, list[list[int]]]
     An absent chunk is alone, at -1.
     """
     run: list[list[int]] = []
+    start = end = 0
     for number, (offset, size) in enumerate(table.astype(np.int64).tolist()):
-        follows = run and offset == sum(run[-1]) and offset >= 0 and offset + size - run[0][0] <= most_bytes
-        if run and not follows:
+        if run and (offset != end or offset < 0 or offset + size - start > most_bytes):
             yield number - len(run), run
             run = []
+        start, end = start if run else offset, offset + size
         run.append([offset, size])
     if run:
         yield len(table) - len(run), run
