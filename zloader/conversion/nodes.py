@@ -9,8 +9,7 @@ attribute is read. Each of them becomes a SourceError here that names the file a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.access.zarr_groups import undecodable_key
 from zloader.common.errors import FormatError, SourceError, ZloaderError
 
 _RESERVED = ("", ".", "..", "zarr.json")  # by Zarr or by file systems
@@ -32,14 +30,12 @@ _ENCODINGS = {"csr_matrix": "csr", "csc_matrix": "csc", "array": "dense"}
 def reading(
     at: str,
     doing: str = "cannot be read",
-    damaged: Callable[[], str | None] = lambda: None,
     *,
     needs: str = 'it needs a newer anndata or an HDF5 filter: pip install "zloader[hdf5]"',
 ) -> Iterator[None]:
     """Turns any exception that a library raises for a damaged source into a SourceError.
 
-    `at` names the source and the element. `damaged` returns the key of the damaged object, or None. `needs` says which
-    other library may read it.
+    `at` names the source and the element. `needs` says which other library may read it.
     """
     try:
         yield
@@ -48,13 +44,8 @@ def reading(
     except ZloaderError:
         raise  # an unreachable remote source is not damaged
     except Exception as error:
-        try:
-            key = damaged()
-        except FormatError as stale:
-            raise SourceError(str(stale)) from error
-        where = "" if key is None else f", in {key}"
         raise SourceError(
-            f"{at} {doing}{where} ({type(error).__name__}: {error}): the source is damaged or incomplete, or " + needs
+            f"{at} {doing} ({type(error).__name__}: {error}): the source is damaged or incomplete, or " + needs
         ) from error
 
 
@@ -83,18 +74,6 @@ class Node:
         return Node(native, self.source, below)
 
     @property
-    def attrs(self) -> Mapping[str, Any]:
-        """All attributes. HDF5 may have text in them of a fixed length, which h5py returns as bytes."""
-        with reading(self.at):
-            return {name: _decoded(value) for name, value in getattr(self.native, "attrs", {}).items()}
-
-    @property
-    def is_array(self) -> bool:
-        """Whether this is an array, not a group."""
-        with reading(self.at):
-            return hasattr(self.native, "dtype")
-
-    @property
     def encoding(self) -> str:
         """`csr`, `csc` or `dense`; for other elements the encoding-type or, in memory, the name of the type."""
         if scipy.sparse.issparse(self.native):
@@ -105,29 +84,25 @@ class Node:
             return "masked array" if np.ma.is_masked(self.native) else "dense"
         if not hasattr(self.native, "attrs"):
             return f"{type(self.native).__module__.partition('.')[0]} {type(self.native).__name__}"  # "dask Array"
-        encoding = str(self.attrs.get("encoding-type", "array" if self.is_array else "unknown"))
+        with reading(self.at):
+            encoding = self.native.attrs.get("encoding-type", "array" if hasattr(self.native, "dtype") else "unknown")
+        encoding = encoding.decode(errors="replace") if isinstance(encoding, bytes) else str(encoding)  # as R writes it
         return _ENCODINGS.get(encoding, encoding)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of an array or matrix."""
         with reading(self.at, "has a shape that cannot be read"):
-            shape = self.native.shape if hasattr(self.native, "shape") else self.attrs.get("shape")
+            shape = self.native.shape if hasattr(self.native, "shape") else self.native.attrs.get("shape")
             if shape is None:
                 raise SourceError(f"{self.at} has no shape: the file is damaged")
             return tuple(int(size) for size in shape)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype as stored."""
-        with reading(self.at):
-            dtype: np.dtype[Any] = np.dtype(self.native.dtype)
-        return dtype
-
-    @property
     def number_dtype(self) -> np.dtype[Any]:
         """The dtype in native byte order. Raises SourceError unless it is bool, integer or float of at most 64 bits."""
-        dtype = self.dtype
+        with reading(self.at):
+            dtype: np.dtype[Any] = np.dtype(self.native.dtype)
         if dtype.kind not in "biuf" or dtype.itemsize > 8:
             raise SourceError(
                 f"{self.at} holds {dtype}, not real numbers of at most 64 bits: convert it, for example to float32"
@@ -138,16 +113,8 @@ class Node:
     def numbers(self, start: int, stop: int) -> NDArray[Any]:
         """Items `[start, stop)` of an array of numbers along its first axis, in native byte order."""
         dtype = self.number_dtype
-        damaged = partial(undecodable_key, self.native, start, stop)
-        with reading(self.at, f"cannot be read at {start} to {stop}", damaged):
+        with reading(self.at, f"cannot be read at {start} to {stop}"):
             return np.asarray(self.native[start:stop], dtype)
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    is_bytes = isinstance(value, np.ndarray) and value.dtype.kind == "S"
-    return np.char.decode(value, "utf-8", "replace") if is_bytes else value
 
 
 def require_text(path: str, names: Iterable[Any]) -> None:
