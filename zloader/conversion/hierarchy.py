@@ -137,7 +137,7 @@ class Hierarchy:
             "genes": self.length("var"),
             "arrays": len(grids),
             "chunks": sum(math.prod(-(-size // max(1, chunk)) for size, chunk in grid) for grid in grids),
-            "values": sum(array.size for array in self.arrays.values()),
+            "values": sum(math.prod(array.shape) for array in self.arrays.values()),
         }
 
     def check(self, pool: Executor) -> None:
