@@ -158,7 +158,8 @@ class Hub(ObjectScheme):
         headers = dict(self.access()["headers"])
         if start or stop is not None:
             headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
-        answer = http_backoff("GET", self.address(key), headers=headers, timeout=_TIMEOUT_S)
+        # After a failed connection it would close the session of all threads.
+        answer = http_backoff("GET", self.address(key), headers=headers, timeout=_TIMEOUT_S, retry_on_exceptions=())
         if answer.status_code in (404, 416):
             if answer.status_code == 404:
                 raise FileNotFoundError(f"{self.url}/{key}")
