@@ -437,5 +437,5 @@ def test_an_obs_column_whose_answers_end_early_is_not_called_damaged(sim, bucket
     server = sim(root=bucket)
     loader = zl.Loader(loader_over(server).dataset, obs=["cell_type"], batch_size=8)
     server.faults = [{"kind": kind, "match": "obs/cell_type/"}]
-    with pytest.raises(ReadError, match=r"^cannot read obs/cell_type/\S+ of s3://atlas/counts.zarr: .* Try again"):
+    with pytest.raises(ReadError, match=r"^cannot read obs/cell_type/\S+ of s3://atlas/counts.zarr: "):
         next(iter(loader))
