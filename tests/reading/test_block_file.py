@@ -106,7 +106,7 @@ def test_errors_of_a_server_are_not_damage(tmp_path: Path, sim: Any) -> None:
     dataset = zl.open_dataset("s3://bucket/a.h5ad", storage_options=options)
     dataset.store._file._blocks.clear()
     server.faults = [{"kind": "status", "match": "a.h5ad"}]
-    with pytest.raises(ReadError, match=r"a\.h5ad of s3://bucket.*Is its server running"):
+    with pytest.raises(ReadError, match=r"a\.h5ad of s3://bucket.*is its server running"):
         dataset.store.element("uns/text")
     server.faults = []
     assert dataset.store.element("uns/text") == "words"

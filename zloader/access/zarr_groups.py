@@ -74,7 +74,8 @@ def without_stale(group: zarr.Group, store: Any, url: str) -> zarr.Group:
     if not different:
         return group
     names = listed(sorted(different), 3)
-    log.warning("the consolidated metadata of %s are not used: they are stale (%s); consolidate them again", url, names)
+    text = "the consolidated metadata of %s are stale and not used (%s): run zarr.consolidate_metadata(%r)"
+    log.warning(text, url, names, url)
     fresh: zarr.Group = open_zarr_group(store, zarr_format=group.metadata.zarr_format, use_consolidated=False)
     store.forget_arrays()
     return fresh

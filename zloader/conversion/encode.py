@@ -157,20 +157,28 @@ class ChunkEncoder:
         return _with_checksum(body) if self._checked else body
 
 
-def zarr_codecs(codec: str, dtype: np.dtype[Any], *, ascending: bool = False) -> dict[str, Any]:
+def zarr_codecs(
+    codec: str, dtype: np.dtype[Any], *, ascending: bool = False, outer: np.dtype[Any] | None = None
+) -> dict[str, Any]:
     """The codecs of an array of numbers for a codec of CODECS, as keyword arguments of zarr's `create_array`.
 
-    Elements that are mostly `ascending`, such as gene indices, are stored as differences. pcodec takes differences by
-    itself, but has no form for bytes and bools: they are stored with zstd.
+    Chunks hold elements of `dtype`, those of the array are of `outer`, which is the same by default. Elements that are
+    mostly `ascending`, such as gene indices, are stored as differences. pcodec takes differences by itself, but has no
+    form for bytes and bools: they are stored with zstd.
     """
+    little = dtype.newbyteorder("<").str
+    filters = []
+    if outer is not None and outer != dtype:
+        narrowed = {"encode_dtype": little, "decode_dtype": outer.newbyteorder("<").str}
+        filters.append(_numcodec("astype", narrowed))
     if codec == "none":
-        return {"compressors": small_codecs(codec)}
+        return {"filters": filters, "compressors": small_codecs(codec)}
     if codec == PCODEC and dtype.itemsize > 1:
-        return {"serializer": _numcodec(PCODEC, _PCODEC), "compressors": small_codecs("none")}
+        return {"filters": filters, "serializer": _numcodec(PCODEC, _PCODEC), "compressors": small_codecs("none")}
     is_narrow = dtype.kind in "iub" and dtype.itemsize <= _MOST_BIT_SHUFFLED
     shuffle = "bitshuffle" if codec == "lz4" and is_narrow else "shuffle"
-    filters = {"filters": [_numcodec("delta", {"dtype": dtype.newbyteorder("<").str})]} if ascending else {}
-    return {**filters, "compressors": _blosc(codec, shuffle, dtype.itemsize)}
+    filters += [_numcodec("delta", {"dtype": little})] * ascending
+    return {"filters": filters, "compressors": _blosc(codec, shuffle, dtype.itemsize)}
 
 
 def small_codecs(codec: str) -> list[Any]:

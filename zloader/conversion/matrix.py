@@ -54,6 +54,7 @@ _MAX_ENCODING = 16
 _JOB_ELEMENTS = 1 << 19  # encoded per job: a few chunks, so that the overhead per job is negligible
 _SIDE_CHUNK_BYTES = 1 << 16  # least bytes per chunk of obsm and obsp, whose rows are short
 _PIECE = 1 << 17  # elements that fit in a core's cache
+_MOST_INT32 = np.iinfo(np.int32).max
 _HELD_BYTES = 16 * MiB  # values of a small matrix, which stay in memory, so that it is not read again
 
 
@@ -67,12 +68,9 @@ class Plan:
     shard: int
 
     def changes(self, matrix: Matrix) -> dict[str, str]:
-        """The dtypes of the arrays of a matrix that got another one."""
-        found = {f"{matrix.name}/data": (matrix.dtype, self.data)}
-        found[f"{matrix.name}/indices"] = (matrix.genes_dtype, self.indices)
-        if matrix.dense:
-            found = {matrix.name: (matrix.dtype, self.data)}
-        return {name: f"{before} -> {after}" for name, (before, after) in found.items() if str(before) != after}
+        """The dtype of the values of a matrix if it is another one."""
+        name, before = matrix.name if matrix.dense else f"{matrix.name}/data", str(matrix.dtype)
+        return {} if before == self.data else {name: f"{before} -> {self.data}"}
 
 
 def keeps_dtype(matrix: Matrix, options: ConvertOptions) -> bool:
@@ -210,18 +208,20 @@ class MatrixWriter:
         dtype: np.dtype[Any],
         cut: Plan | ChunkGrid,
         attributes: dict[str, Any] | None = None,
+        outer: np.dtype[Any] | None = None,
     ) -> zarr.Array[Any]:
-        """Creates an array split along its first axis. Writes only metadata."""
+        """Creates an array split along its first axis, of `outer` if its chunks hold a narrower dtype. Writes only
+        metadata."""
         widths = [max(1, size) for size in shape[1:]]
         return root.create_array(
             path,
             shape=shape,
-            dtype=dtype,
+            dtype=outer or dtype,
             chunks=(cut.chunk, *widths),
             shards=(cut.shard, *widths),
             fill_value=dtype.type(0),
             attributes=attributes,
-            **zarr_codecs(self.options.codec, dtype, ascending=path.endswith("/indices")),
+            **zarr_codecs(self.options.codec, dtype, ascending=path.endswith("/indices"), outer=outer),
         )
 
     # ---- metadata and indptr
@@ -245,10 +245,11 @@ class MatrixWriter:
                 "zloader": {"dtype": recorded | {"indices": str(matrix.genes_dtype)}},
             },
         )
-        for name, dtype in (("data", data), ("indices", np.dtype(plan.indices))):
-            self._array(self.root, f"{matrix.name}/{name}", (n_values,), dtype, plan)
+        # SciPy needs indices and indptr of one dtype that can count the values: with others it slices wrong rows.
         keep = keeps_dtype(matrix, self.options) and n_values <= np.iinfo(matrix.genes_dtype).max
-        dtype = matrix.genes_dtype if keep else np.dtype(np.int64)
+        dtype = matrix.genes_dtype if keep else np.dtype(np.int32 if n_values <= _MOST_INT32 else np.int64)
+        self._array(self.root, f"{matrix.name}/data", (n_values,), data, plan)
+        self._array(self.root, f"{matrix.name}/indices", (n_values,), np.dtype(plan.indices), plan, outer=dtype)
         cut = grid(matrix.n_rows + 1, chunk=_INDPTR_CHUNK, item_bytes=8, shard_bytes=self.options.shard_bytes)
         array = self._array(self.root, f"{matrix.name}/indptr", (matrix.n_rows + 1,), dtype, cut)
         encoder = ChunkEncoder(layout_of(array, absent_is_fill=False))

@@ -67,13 +67,16 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
     if encoding["name"] not in ("default", "v2") or not known_index or (sharding and len(codecs) > 1):
         raise FormatError(f"{path} has an unsupported key encoding or shard format: run 'zloader convert' on it")
     fill_value = metadata.get("fill_value")
+    dtype, codecs = _narrowed(
+        number_dtype(path, metadata["data_type"]), tuple(sharding["codecs"]) if sharding else codecs
+    )
     return ArrayLayout(
         path=path,
-        dtype=number_dtype(path, metadata["data_type"]),
+        dtype=dtype,
         n_elements=math.prod(shape),
         # It would be 0 without genes.
         chunk_elements=max(1, inner[0] * math.prod(shape[1:]) if grid is None else math.prod(inner)),
-        codecs=tuple(sharding["codecs"]) if sharding else codecs,
+        codecs=codecs,
         placement=Placement(
             path=path,
             chunks_per_object=max(1, outer[0] // max(1, inner[0])) if grid is None else grid.chunks_per_object,
@@ -88,6 +91,16 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
         absent_is_fill=absent_is_fill,
         grid=grid,
     )
+
+
+def _narrowed(dtype: np.dtype[Any], codecs: tuple[Any, ...]) -> tuple[np.dtype[Any], tuple[Any, ...]]:
+    """The dtype of integers in chunks and the other codecs, if the first one only makes them narrower."""
+    if not codecs or codecs[0]["name"] != f"{PREFIX}astype":
+        return dtype, codecs
+    types = codecs[0]["configuration"]
+    inner, outer = np.dtype(types["encode_dtype"]), np.dtype(types["decode_dtype"])
+    alike = outer == dtype and {inner.kind, outer.kind} <= {*"iu"} and inner.itemsize <= outer.itemsize
+    return (inner.newbyteorder("<"), codecs[1:]) if alike else (dtype, codecs)
 
 
 def _as_v3(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
