@@ -241,13 +241,13 @@ class Location:
             raise
         except Exception as error:
             if isinstance(error, access_errors()):
-                reason = reason_of(error)
+                reason = reason_of(error).rstrip(".")
                 if is_denial(error):
                     raise AccessDeniedError(
                         f"not allowed to {doing} {self.url}: {reason}. Check {self.kind.advice}"
                     ) from cause(error)
                 raise ReadError(
-                    f"cannot {doing} {self.url}: {reason.rstrip(".")}. Is the endpoint correct, and is its server running?"
+                    f"cannot {doing} {self.url}: {reason}. Is the endpoint correct, and is its server running?"
                 ) from cause(error)
             if isinstance(error, TypeError | ValueError | AttributeError | KeyError):
                 raise OptionError(
