@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import doctest
 import importlib
@@ -364,10 +365,11 @@ def test_progress_is_drawn_on_a_terminal_only(tmp_path: Path, monkeypatch: pytes
             zl.convert(source, tmp_path / kind, progress=True)
             stderr.flush()
             os.set_blocking(reader, False)
-            try:
-                shown[kind] = os.read(reader, 100_000).decode()
-            except BlockingIOError:
-                shown[kind] = ""
+            drawn = b""
+            with contextlib.suppress(BlockingIOError):
+                while piece := os.read(reader, 100_000):
+                    drawn += piece
+            shown[kind] = drawn.decode()
         os.close(reader)
     assert "converting X" in shown["terminal"]
     assert "60 of 60 rows" in shown["terminal"]
