@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sources import LAYOUTS, SMALL, assert_same, counts, dense, frame, full_anndata, layers_of, write_h5ad
 
 import zloader as zl
-from zloader.common.errors import OptionError, SourceError, StoreNotFoundError
+from zloader.common.errors import FormatError, OptionError, SourceError, StoreNotFoundError
 from zloader.conversion.opening import open_parts
 from zloader.conversion.port import Content, Matrix, Opened
 
@@ -476,3 +476,21 @@ def test_nothing_to_convert(tmp_path: Path) -> None:
 def test_options_that_make_no_sense(options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         zl.Selection(**options)
+
+
+@pytest.mark.parametrize("name", ["LZ4", "Bitshuffle", "Blosc2"])
+def test_filters_that_are_not_read_in_place_are_read_by_anndata(tmp_path: Path, name: str) -> None:
+    hdf5plugin = pytest.importorskip("hdf5plugin")
+    adata = counts()
+    ad.AnnData(adata).write_h5ad(tmp_path / "a.h5ad")
+    with h5py.File(tmp_path / "a.h5ad", "a") as file:
+        for part in ("data", "indices"):
+            stored = file[f"X/{part}"][:]
+            del file[f"X/{part}"]
+            file["X"].create_dataset(part, data=stored, chunks=(100,), **getattr(hdf5plugin, name)())
+    with pytest.raises(FormatError, match="which is not read in place: run 'zloader convert'"):
+        zl.open_dataset(tmp_path / "a.h5ad").take(3)
+    zl.convert(tmp_path / "a.h5ad", tmp_path / "a.zarr", progress=False)
+    assert (ad.read_zarr(tmp_path / "a.zarr").X != adata).nnz == 0
+    (tmp_path / "a.h5ad").unlink()
+    ad.AnnData(adata).write_h5ad(tmp_path / "a.h5ad")  # it is closed

@@ -41,8 +41,8 @@ from zloader.dataset.elements import MUDATA
 from zloader.dataset.opening import OpenedStores, open_all
 from zloader.dataset.store import OpenedStore
 from zloader.order.permutation import key_of, permute
-from zloader.reading.hdf5 import NotInPlaceError
 from zloader.selecting.gene_names import GeneJoin
+from zloader.storage.hdf5_filters import NotInPlaceError
 
 Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource | Parquet | Dataset
 Sources: TypeAlias = Source | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
@@ -110,7 +110,7 @@ def _opened(
         name = type(sources).__name__
         content = rows_content(sources, select, how)
         return _alone(content, name, name, identity=getattr(sources, "fingerprint", None))
-    return _of_paths(sources, select, storage_options, how)
+    return _of_paths(sources, select, storage_options, how, stack)
 
 
 def _of_parquet(source: Any, select: Selection, how: Reading) -> Opened:
@@ -129,7 +129,13 @@ def _alone(content: Content, name: str, label: str, *, bytes_in: int = 0, identi
 # ---- paths and URLs
 
 
-def _of_paths(sources: Any, select: Selection, storage_options: Mapping[str, Any] | None, how: Reading) -> Opened:
+def _of_paths(
+    sources: Any,
+    select: Selection,
+    storage_options: Mapping[str, Any] | None,
+    how: Reading,
+    stack: contextlib.ExitStack,
+) -> Opened:
     given = [sources]
     if isinstance(sources, Iterable) and not isinstance(sources, _NOT_A_LIST):
         given = list(sources.values() if isinstance(sources, Mapping) else sources)
@@ -175,6 +181,7 @@ def _of_paths(sources: Any, select: Selection, storage_options: Mapping[str, Any
         if not may_read or len(locations) > 1 or locations[0].scheme != "file" or path.suffix == ".h5mu":
             raise
         adata = _read_by_anndata(locations[0].path, error)
+        stack.callback(adata.file.close)
         name, label = locations[0].url, of_given[0] or _label(locations[0])
         content = MemoryContent(adata, select, how, name=name, label=label)
         status = Path(locations[0].path).stat()

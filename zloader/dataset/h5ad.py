@@ -201,7 +201,7 @@ class OpenedFile(OpenedStore):
             try:
                 self._layouts[path] = array.layout(self.name, self._chunk_table(path, array))
             except FormatError as error:
-                raise FormatError(f"{self.location.url}: {error}") from error
+                raise type(error)(f"{self.location.url}: {error}") from error
             self._settle()
         return self._layouts[path]
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError, ZloaderError
-from zloader.storage.hdf5_filters import filters_codecs
+from zloader.storage.hdf5_filters import NotInPlaceError, filters_codecs
 from zloader.storage.layout import ABSENT, ArrayLayout, Grid, Placement
 from zloader.storage.metadata import number_dtype
 
@@ -44,10 +44,6 @@ def open_hdf5(file: io.RawIOBase, url: str, advice: str) -> Group:
     # At the end of the interpreter, libhdf5 would close the file when no code of Python can be called any more.
     weakref.finalize(opened, root.close)
     return Group(root, "", opened)
-
-
-class NotInPlaceError(FormatError):
-    """Something of a file cannot be read where it lies, although libhdf5 may read it."""
 
 
 class _Opened:

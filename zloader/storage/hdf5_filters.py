@@ -24,6 +24,10 @@ NAME = "hdf5"  # of the codec in ArrayLayout.codecs
 Bytes = NDArray[np.uint8]
 
 
+class NotInPlaceError(FormatError):
+    """Something of a file cannot be read where it lies, although libhdf5 may read it."""
+
+
 def filters_codecs(
     filters: Sequence[Mapping[str, Any]], dtype: np.dtype[Any], path: str
 ) -> tuple[Mapping[str, Any], ...]:
@@ -32,7 +36,7 @@ def filters_codecs(
     known = {"shuffle", "fletcher32", *_DECOMPRESSORS}
     unknown = [name for name in names if name not in known]
     if unknown or sum(name in _DECOMPRESSORS for name in names) > 1:
-        raise FormatError(
+        raise NotInPlaceError(
             f"{path} is compressed with {' and '.join(unknown or names)}, which is not read in place: run "
             "'zloader convert' on the file"
         )
