@@ -110,7 +110,7 @@ def test_what_the_wheel_holds(wheel: Path) -> None:
     assert wheel.name == f"zloader-{zl.__version__}-py3-none-any.whl"
     names = set(hashes(wheel))
     assert {name.split("/")[0] for name in names} == {"zloader", f"zloader-{zl.__version__}.dist-info"}
-    assert {"zloader/py.typed", "zloader/data/report.html", "zloader/data/pancreas_human.h5ad.xz"} <= names
+    assert {"zloader/py.typed", "zloader/data/page.html", "zloader/data/pancreas_human.h5ad.xz"} <= names
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zloader").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
     assert not [name for name in names if re.search("azurite|simulat|test_|conftest|__pycache__", name)]

@@ -345,8 +345,6 @@ def process(number, folder, url):
         placed[minibatch.row] = minibatch.x.to_dense().sum(1)
     told["placed"] = accelerator.reduce(placed).tolist()
     accelerator.even_batches = True
-    split = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-    told["split"] = refused(prepare, split, early)
     told["wrapped"] = refused(prepare, accelerator, DataLoader(early, batch_size=None))
     dispatch = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     told["dispatch"] = [minibatch.index.tolist() for minibatch in prepare(dispatch, zl.Loader(dataset, **sizes))]
@@ -394,7 +392,6 @@ def test_two_processes(dataset: zl.Dataset, interpreter: Any, tmp_path: Any) -> 
         assert each["rest"] == each["resumed"] == epochs[1][3:]
         np.testing.assert_allclose(each["placed"], np.asarray(ADATA.X[:67].sum(axis=1)).ravel())
         assert "drop_last=True" in each["uneven"]
-        assert "per process" in each["split"]
         assert "not DataLoader" in each["wrapped"]
         assert "TypeError" in each["sharded twice"]
     assert told[0]["weights"] == told[1]["weights"]

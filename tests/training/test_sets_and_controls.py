@@ -133,10 +133,9 @@ def test_a_bucket_gives_the_same_minibatches(url, s3, tmp_path):
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("rest", ["drop", "keep"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_share_out_sets_whose_rows_keep_their_controls(url, world_size, rest):
-    options = {"x": None, "sampling": zl.CellSets(["line", "drug"], 8, rest=rest), "world_size": world_size}
+def test_ranks_share_out_sets_whose_rows_keep_their_controls(url, world_size):
+    options = {"x": None, "sampling": zl.CellSets(["line", "drug"], 8), "world_size": world_size}
     whole = {
         row: control
         for rows, controls in pairs(loader_of(url, **options | {"world_size": 1, "rank": 0}))
@@ -157,7 +156,7 @@ def test_workers_share_out_the_same_order(url):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"rest": "keep"}, {"weights": "balanced", "epoch_sets": 20}], ids=str)
+@pytest.mark.parametrize("options", [{"rest": "fill"}, {"weights": "balanced", "epoch_sets": 20}], ids=str)
 def test_it_resumes_anywhere(url, options):
     dataset = zl.open_dataset(url)
     assert_resumes_anywhere(

@@ -7,6 +7,7 @@ clients try for minutes to connect.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import importlib.metadata
@@ -252,8 +253,9 @@ def about_compiled() -> Iterator[Finding]:
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     own = [Path(__file__).parent / "__pycache__", Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")]
     for directory in [Path(chosen)] if chosen else own:
-        nearest = next(each for each in (directory, *directory.parents) if each.exists())
-        if os.access(nearest, os.W_OK):
+        with contextlib.suppress(OSError):
+            nearest = next(each for each in (directory, *directory.parents) if each.exists())
+            tempfile.TemporaryFile(dir=nearest).close()
             yield Finding("compiled loops", f"kept in {directory}")
             return
     advice = "set NUMBA_CACHE_DIR to a directory that can be written"

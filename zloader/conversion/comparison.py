@@ -313,6 +313,10 @@ def element_differences(path: str, wanted: Any, found: Any, axis: str = "entry")
 
 
 def _difference(values: NDArray[Any], stored: NDArray[Any], axis: str) -> str | None:
+    # anndata reads a number as one of Python's, and text in records as wide as its longest.
+    if values.dtype.kind == stored.dtype.kind and (values.dtype.names or not values.shape):
+        common = np.promote_types(values.dtype, stored.dtype)
+        values, stored = values.astype(common), stored.astype(common)
     for part in ("dtype", "shape"):
         if getattr(values, part) != getattr(stored, part):
             return f"has {part} {getattr(stored, part)}, but {getattr(values, part)} in the sources"

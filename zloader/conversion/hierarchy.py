@@ -55,6 +55,10 @@ class Findings:
         """Whether there is a problem at a path or below it."""
         return any(known == path or known.startswith(f"{path}/") for known in self._found)
 
+    def has(self, *where: str) -> bool:
+        """Whether there is a problem at one of these places."""
+        return not self._found.keys().isdisjoint(where)
+
     def problems(self) -> tuple[Problem, ...]:
         """All of them."""
         return tuple(self._found.values())

@@ -100,8 +100,10 @@ class MemoryContent(ChosenContent):
 
     def _keys(self, part: str) -> list[str]:
         holder = self._adata.raw if part.startswith("raw/") else self._adata
-        names = [name for name in getattr(holder, part.removeprefix("raw/"), ()) if name is not None]
-        require_names(f"{part} of {self._name}", names)  # anndata 0.13 stores X as layer None
+        names = list(getattr(holder, part.removeprefix("raw/"), ()))
+        if part == "layers":  # of which anndata 0.13 calls X None
+            names = [name for name in names if name is not None]
+        require_names(f"{part} of {self._name}", names)
         return sorted(names)
 
     def _choose_genes(self) -> None:

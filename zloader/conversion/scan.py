@@ -254,15 +254,18 @@ class Scan:
         """
         hierarchy = self._hierarchy
         unknown = {
-            path: array for path, array in hierarchy.arrays.items() if not {path, path.rpartition("/")[0]} & {*known}
+            path: array
+            for path, array in hierarchy.arrays.items()
+            # Only the first problem of an array is reported. One whose shape makes no sense may have no end.
+            if not {path, path.rpartition("/")[0]} & {*known} and not self._findings.has(path, f"{path}/zarr.json")
         }
-        n_values = sum(array.size for array in unknown.values())
+        n_values = sum(math.prod(array.shape) for array in unknown.values())
         if n_values > FEW:
             load_compiler()  # for differences of genes
         self._advance = self._bars.add("verifying", n_values)
         arrays = {path: stored_array(hierarchy.store, path, array) for path, array in unknown.items()}
         for path, by_rows, shape in hierarchy.compressed():
-            if path in known:
+            if path in known or not {f"{path}/indptr", f"{path}/indices"} <= arrays.keys():
                 continue
             indptr, indices = (arrays.pop(f"{path}/{part}") for part in ("indptr", "indices"))
             axes, n_minor = (("row", "gene"), shape[1]) if by_rows else (("gene", "row"), shape[0])

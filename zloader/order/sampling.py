@@ -64,7 +64,7 @@ class Order:
 
     >>> order = zl.BlockShuffling(block_size=50).order(dataset, batch_size=10, fetch_rows=100)
     >>> order.n_rows, order.block_size, order.rows(100, 103, seed=0, epoch=0).tolist()
-    (300, 50, [50, 51, 52])
+    (300, 50, [150, 151, 152])
     """
 
     dataset_rows: int
