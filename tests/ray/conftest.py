@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,12 @@ def cluster() -> Iterator[Any]:
             ray.init(address=running.address, log_to_driver=False)
             yield running
         finally:
+            # Ray sometimes waits for ever for its thread that listens to the head node. Without the node, it ends.
+            ends = threading.Timer(60, running.shutdown)
+            ends.start()
             ray.shutdown()
+            ends.cancel()
+            ends.join()
             running.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -15,6 +15,7 @@ store and written again. Any number of processes fill and read a file at once: e
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -411,10 +412,15 @@ def _open(directory: MirrorDirectory, path: Path, index_path: Path, form: RowFor
 def _opened(path: Path, index_path: Path, form: RowForm) -> _Opened | None:
     """Opens rows, raw or coded. None if they or their index are missing, or if it is not one of such rows."""
     with contextlib.suppress(FileNotFoundError, ValueError), contextlib.ExitStack() as stack:
-        writable = os.access(index_path, os.W_OK)
-        both = (opened(each, os.O_RDWR if writable else os.O_RDONLY) for each in (path, index_path))
-        file, index = map(stack.enter_context, both)
-        header, blocks = mapped_index(index_path, index, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        try:
+            file, index = (stack.enter_context(opened(each, os.O_RDWR)) for each in (path, index_path))
+            access = mmap.ACCESS_WRITE
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            file, index = (stack.enter_context(opened(each, os.O_RDONLY)) for each in (path, index_path))
+            access = mmap.ACCESS_READ
+        header, blocks = mapped_index(index_path, index, access)
         found = next((each for each in form.raw_and_coded if (_header(index_path, each) == header).all()), None)
         if found is not None and os.fstat(file).st_nlink:
             return os.dup(file), blocks, found
