@@ -124,16 +124,21 @@ class Page:
         return made.get_template("page.html").render(page=self, figure=drawn, kinds=_kinds(self.timelines))
 
     def write(self, path: Path) -> None:
-        """Writes the page. An existing file is replaced at once, so that it is never half a page."""
-        from zloader.caching.directory import draft_path
+        """Writes the page."""
+        write_page(path, self.html())
 
-        path, text = path.resolve(), self.html()  # a link stays a link
-        if path.exists() and not path.is_file():  # such as a pipe
-            path.write_text(text, encoding="utf-8")
-            return
-        with draft_path(path) as draft:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
+
+def write_page(path: Path, text: str) -> None:
+    """Writes a page. An existing file is replaced at once, so that it is never half a page."""
+    from zloader.caching.directory import draft_path
+
+    path = path.resolve()  # a link stays a link
+    if path.exists() and not path.is_file():  # such as a pipe
+        path.write_text(text, encoding="utf-8")
+        return
+    with draft_path(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
 
 
 def _kinds(timelines: Sequence[Timeline]) -> dict[str, str]:

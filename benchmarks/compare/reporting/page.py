@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.compare.reporting.charts import DARK, LIGHT, Chart, inline_svg
-from zloader.commands.output import unbroken
+from zloader.commands.output import unbroken, write_page
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -83,16 +83,8 @@ class Report:
         return _environment().get_template("page.html").render(report=self, themes={"light": LIGHT, "dark": DARK})
 
     def write(self, path: Path) -> None:
-        """Writes the page. An existing file is replaced at once, so that it is never half a page."""
-        from zloader.caching.directory import draft_path
-
-        path, text = path.resolve(), self.html()  # a link stays a link
-        if path.exists() and not path.is_file():  # such as a pipe
-            path.write_text(text, encoding="utf-8")
-            return
-        with draft_path(path) as draft:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
+        """Writes the page."""
+        write_page(path, self.html())
 
 
 def _environment() -> Environment:
