@@ -12,16 +12,15 @@ import lzma
 import math
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import zarr
 import zarr.errors
 
-from zloader.common.errors import MissingObjectError, ZloaderError
+from zloader.common.errors import ZloaderError
 from zloader.common.messages import listed
-from zloader.storage.layout import require_bytes
 
 log = logging.getLogger("zloader")
 
@@ -116,18 +115,6 @@ def implied_keys(path: str, node: Any) -> Iterator[str]:
     """
     metadata = [f"{path}/zarr.json"] if node.metadata.zarr_format == 3 else []
     return itertools.chain(metadata, stored_keys(node) if isinstance(node, zarr.Array) else ())
-
-
-def require_objects(keys: Iterable[str], sizes: Mapping[str, int], url: str, *, absent_is_fill: bool = False) -> None:
-    """Raises MissingObjectError for a key that is not in `sizes`, and TruncatedObjectError for an object of 0 bytes.
-
-    With `absent_is_fill`, a key that is not in `sizes` stands for fill values and is accepted.
-    """
-    for key in keys:
-        if key in sizes:
-            require_bytes(url, key, sizes[key])
-        elif not absent_is_fill:
-            raise MissingObjectError(f"{url}: {key} is missing: the store is incomplete. Convert it again")
 
 
 def undecodable_key(node: Any, start: int = 0, stop: int | None = None) -> str | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zloader.common.checks import one_or_more
 from zloader.common.options import FetchOptions
@@ -97,7 +96,7 @@ def epoch_costs(
             steps = list(_chunks_by_array(matrix, store.offsets(matrix), of_reads))
             for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
                 chunks = np.concatenate([np.empty(0, np.int64), *wanted])
-                indexes = read_indexes(store, array, chunks, options)
+                indexes = _read_indexes(store, array, chunks, options)
                 count.add(array, options, wanted, indexes)
                 # In a sampled epoch, the other fetches need the other shards, too.
                 if (size := array.placement.index_bytes) and count is not later:
@@ -136,7 +135,9 @@ def _unseen(planner: FillPlanner, wanted: Sequence[Rows]) -> list[Rows]:
     seen = np.zeros(planner.n_blocks, bool)
     unseen: list[Rows] = []
     for turn, blocks in enumerate(wanted):
-        missing = blocks_to_read(planner, blocks, seen, first_fetch=not turn)
+        # As in MatrixReader.fill_mirror, a fetch that finds all its blocks reads nothing around them.
+        planned = blocks if seen[blocks].all() else planner.to_fill(blocks, first_fetch=not turn)
+        missing = planned[~seen[planned]]
         unseen.append(missing)
         seen[missing] = True
     return unseen
@@ -145,13 +146,6 @@ def _unseen(planner: FillPlanner, wanted: Sequence[Rows]) -> list[Rows]:
 def _rows_of(form: RowForm, planner: FillPlanner, fetches: Sequence[Rows]) -> list[Rows]:
     """The rows that are read together for the blocks of some fetches."""
     return [form.rows_of(batch) for blocks in fetches for batch in planner.batches(blocks)]
-
-
-def blocks_to_read(planner: FillPlanner, blocks: Rows, held: NDArray[np.bool_], *, first_fetch: bool = False) -> Rows:
-    """The blocks that a fetch of `blocks` reads into a mirror that has those of `held`, of all blocks of the matrix."""
-    # As in MatrixReader.fill_mirror, a fetch that finds all its blocks reads nothing around them.
-    planned = blocks if held[blocks].all() else planner.to_fill(blocks, first_fetch=first_fetch)
-    return planned[~held[planned]]
 
 
 @dataclass(kw_only=True)
@@ -183,7 +177,7 @@ class _Count:
         )
 
 
-def read_indexes(
+def _read_indexes(
     store: OpenedStore, array: ArrayLayout, chunks: Rows, options: FetchOptions = _DEFAULTS
 ) -> dict[int, ObjectIndex]:
     """The index of each shard of some chunks: the offset and size of its chunks. Raises the errors of ShardIndexes."""

@@ -225,7 +225,7 @@ def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> Ar
         chunks_per_row=max(1 if array.grid is None else len(distinct(array.grid.pieces[2])) for array in arrays),
         chunks_per_shard=max(array.chunks_per_shard for array in arrays),
         shards=sum(array.n_shards for array in arrays),
-        stored_bytes=sum(stored_bytes(store, array) for store, array in stored),
+        stored_bytes=sum(_stored_bytes(store, array) for store, array in stored),
         decoded_bytes=sum(array.n_elements * array.dtype.itemsize for array in arrays),
         codecs=_all(", ".join(map(_codec, array.codecs)) for array in arrays),
     )
@@ -241,6 +241,6 @@ def _codec(codec: Mapping[str, Any]) -> str:
     return str(codec["name"]).removeprefix(PREFIX)
 
 
-def stored_bytes(store: OpenedStore, array: ArrayLayout) -> int:
+def _stored_bytes(store: OpenedStore, array: ArrayLayout) -> int:
     """The size in bytes of the objects that hold an array."""
     return array.placement.stored_bytes(range(array.n_shards), store.object_sizes())[0]
