@@ -298,10 +298,10 @@ def bench(flags: BenchFlags) -> None:
             run.link_bytes_per_s = _link(loader, console)
     except (KeyboardInterrupt, EndedError):
         run.interrupted = True
-        raise
-    finally:
         if run.epochs:
             _show(console, run, flags)
+        raise
+    _show(console, run, flags)
 
 
 def _show(console: Console, run: BenchRun, flags: BenchFlags) -> None:
